@@ -1,0 +1,126 @@
+"""Grouped-query attention over explicit segments, and the attention of training-time test.
+
+A segment is a run of keys with its own mask: the committed cache, the block being verified, the rows drafted so far
+in this round. One softmax runs over all of them, so nothing has to be copied into one buffer first.
+
+Letters: B batch, T queries, S keys, N query heads, K key/value heads, G = N/K, H head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+MASKED = -1e30  # finite, so that a row with every key masked gives zeros of weight and not NaN
+
+
+@struct.dataclass
+class Segment:
+    """Keys and values with the mask that says which query may read which of them.
+
+    Attributes:
+      keys: [B, K, S, H], already rotated.
+      values: [B, K, S, H].
+      mask: [B, T, S] bool, True where the query may attend.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    mask: jax.Array
+
+
+def _grouped(queries: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[B, T, N, H] -> [B, K, G, T, H], scaled by 1/sqrt(H)."""
+    batch, length, heads, head_dim = queries.shape
+    scaled = queries * jnp.asarray(head_dim**-0.5, queries.dtype)
+    return scaled.reshape(batch, length, num_kv_heads, heads // num_kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+
+
+def _ungrouped(out: jax.Array) -> jax.Array:
+    """[B, K, G, T, H] -> [B, T, N, H]."""
+    batch, kv_heads, groups, length, head_dim = out.shape
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, head_dim)
+
+
+def attend(queries: jax.Array, segments: Sequence[Segment]) -> jax.Array:
+    """Softmax attention over the concatenation of the segments; scores and softmax in fp32.
+
+    Args:
+      queries: [B, T, N, H], already rotated.
+      segments: at least one; every query must be allowed at least one key.
+
+    Returns:
+      [B, T, N, H] in the queries' dtype.
+    """
+    with jax.named_scope("attention"):
+        q = _grouped(queries, segments[0].keys.shape[1])
+        scores = []
+        for segment in segments:
+            score = jnp.einsum("BKGTH,BKSH->BKGTS", q, segment.keys, preferred_element_type=jnp.float32)
+            scores.append(jnp.where(segment.mask[:, None, None], score, MASKED))
+        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
+        out, start = None, 0
+        for segment in segments:
+            part = weights[..., start : start + segment.keys.shape[2]]
+            start += segment.keys.shape[2]
+            mixed = jnp.einsum("BKGTS,BKSH->BKGTH", part, segment.values)
+            out = mixed if out is None else out + mixed
+        assert out is not None
+        return _ungrouped(out)
+
+
+def training_time_test_attend(
+    queries: jax.Array,
+    causal: Segment,
+    own: Sequence[tuple[jax.Array, jax.Array]],
+) -> jax.Array:
+    """Attention of one unrolled step: step-0 keys under the causal mask, later keys of the slot itself only.
+
+    Slot i at step s reads the step-0 keys j <= i of its document, and the keys that slot i itself made at steps
+    1..s. The latter are one scalar product each, so the [T, T] mask of explicit attention over the concatenated keys
+    never exists (paper section 3.2 and Figure 6; OFF cnets.py:280-310). One softmax runs over all T + s columns:
+    merging two partial softmaxes through their log-sum-exp would lose the gradient through it.
+
+    Args:
+      queries: [B, T, N, H] at positions i + s.
+      causal: step-0 keys, values and mask [B, T, T].
+      own: for each step 1..s, keys and values [B, K, T, H] made at that step.
+
+    Returns:
+      [B, T, N, H].
+    """
+    if not own:
+        return attend(queries, [causal])
+    with jax.named_scope("training_time_test_attention"):
+        q = _grouped(queries, causal.keys.shape[1])
+        scores = jnp.einsum("BKGTH,BKSH->BKGTS", q, causal.keys, preferred_element_type=jnp.float32)
+        scores = jnp.where(causal.mask[:, None, None], scores, MASKED)
+        diagonal = [jnp.einsum("BKGTH,BKTH->BKGT", q, keys, preferred_element_type=jnp.float32) for keys, _ in own]
+        scores = jnp.concatenate([scores, jnp.stack(diagonal, axis=-1)], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1).astype(queries.dtype)
+        length = causal.keys.shape[2]
+        out = jnp.einsum("BKGTS,BKSH->BKGTH", weights[..., :length], causal.values)
+        for index, (_, values) in enumerate(own):
+            out = out + weights[..., length + index, None] * values[:, :, None]
+        return _ungrouped(out)
+
+
+def causal_mask(lengths: jax.Array, block: int, cache_length: int) -> tuple[jax.Array, jax.Array]:
+    """Masks of a block of new tokens that follows each row's committed prefix.
+
+    Args:
+      lengths: [B] committed tokens in the cache.
+      block: T, tokens in the block, each reading those before it and itself.
+      cache_length: S.
+
+    Returns:
+      Mask over the cache [B, T, S] and over the block [B, T, T].
+    """
+    batch = lengths.shape[0]
+    committed = jnp.arange(cache_length)[None, None] < lengths[:, None, None]
+    over_cache = jnp.broadcast_to(committed, (batch, block, cache_length))
+    over_block = jnp.broadcast_to(jnp.tril(jnp.ones((block, block), bool))[None], (batch, block, block))
+    return over_cache, over_block

@@ -1,0 +1,229 @@
+"""The EAGLE-3 draft: fuse the target's taps, run one decoder layer over [embedding ; feature], predict.
+
+Slot j pairs the feature of position j with the embedding of token j+1 and predicts token j+2 (paper section 3.1).
+`draft_step` is the inference path over a cache; `draft_unroll` is training-time test, where the draft's own outputs
+replace the target's features. Both call the same layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from eagle3_jax.attention import Segment, attend, training_time_test_attend
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.layers import rms_norm, rope_table, rotate, swiglu
+from eagle3_jax.params import ParamSpec
+from eagle3_jax.vocab import DraftVocab
+
+
+@struct.dataclass
+class DraftParams:
+    """Trainable parameters, in the order of the computation. Dt is the target's width, A the number of taps.
+
+    Attributes:
+      fc: [A*Dt, D], fuses the taps.
+      fc_norm: A norms [Dt] on the taps before fusion, or None (EAGLE-3.1).
+      embed_norm: [D], norm of the token embedding ("input_layernorm" in files).
+      feature_norm: [D], norm of the feature ("hidden_norm" in files).
+      q, k, v: [2D, heads, H], from [embedding ; feature].
+      o: [N, H, D].
+      post_norm, gate, up, down: the feed-forward part.
+      norm: [D], before the head.
+      lm_head: [D, C].
+    """
+
+    fc: jax.Array
+    fc_norm: tuple[jax.Array, ...] | None
+    embed_norm: jax.Array
+    feature_norm: jax.Array
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    o: jax.Array
+    post_norm: jax.Array
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    norm: jax.Array
+    lm_head: jax.Array
+
+
+@struct.dataclass
+class Draft:
+    """A draft model.
+
+    Attributes:
+      params: what training changes.
+      vocab: the draft vocabulary, which belongs to the weights.
+      embed: [V, D], frozen; the target's own array where the widths agree.
+      config: static description.
+    """
+
+    params: DraftParams
+    vocab: DraftVocab
+    embed: jax.Array
+    config: DraftConfig = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class DraftOutput:
+    """What one draft step gives.
+
+    Attributes:
+      carry: [B, T, D], fed back as the feature of the next step (before the final norm unless `norm_output`).
+      keys, values: [B, K, T, H] of the new slots, rotated.
+    """
+
+    carry: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+def draft_specs(config: DraftConfig) -> DraftParams:
+    """The abstract parameter tree, named as the official code and SGLang name the tensors."""
+    d, dt, f, n, k, h = (
+        config.hidden_size, config.target_hidden_size, config.intermediate_size, config.num_heads,
+        config.num_kv_heads, config.head_dim,
+    )  # fmt: skip
+    taps = len(config.taps)
+
+    def linear(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
+        inputs = 2 if name == "midlayer.self_attn.o_proj" else 1  # o_proj reads (N, H)
+        return ParamSpec(shape, axes, f"{name}.weight", inputs=inputs)
+
+    def norm(name: str, width: int = d) -> ParamSpec:
+        return ParamSpec((width,), ("norm",), f"{name}.weight", init="ones")
+
+    return DraftParams(
+        fc=linear("fc", (taps * dt, d), ("features", "embed")),
+        fc_norm=tuple(norm(f"fc_norm.{index}", dt) for index in range(taps)) if config.fc_norm else None,
+        embed_norm=norm("midlayer.input_layernorm"),
+        feature_norm=norm("midlayer.hidden_norm"),
+        q=linear("midlayer.self_attn.q_proj", (2 * d, n, h), ("embed", "heads", "head_dim")),
+        k=linear("midlayer.self_attn.k_proj", (2 * d, k, h), ("embed", "kv_heads", "head_dim")),
+        v=linear("midlayer.self_attn.v_proj", (2 * d, k, h), ("embed", "kv_heads", "head_dim")),
+        o=linear("midlayer.self_attn.o_proj", (n, h, d), ("heads", "head_dim", "embed")),
+        post_norm=norm("midlayer.post_attention_layernorm"),
+        gate=linear("midlayer.mlp.gate_proj", (d, f), ("embed", "mlp")),
+        up=linear("midlayer.mlp.up_proj", (d, f), ("embed", "mlp")),
+        down=linear("midlayer.mlp.down_proj", (f, d), ("mlp", "embed")),
+        norm=norm("norm"),
+        lm_head=linear("lm_head", (d, config.draft_vocab_size), ("embed", "vocab")),
+    )
+
+
+def fuse(draft: Draft, taps: jax.Array) -> jax.Array:
+    """Fuse the tapped states into features: [B, T, A*Dt] -> [B, T, D] (paper section 3.1)."""
+    params, config = draft.params, draft.config
+    with jax.named_scope("fuse"):
+        if params.fc_norm is not None:
+            parts = jnp.split(taps, len(config.taps), axis=-1)
+            parts = [rms_norm(part, weight, config.rms_norm_eps) for part, weight in zip(parts, params.fc_norm)]
+            taps = jnp.concatenate(parts, axis=-1)
+        return jnp.einsum("BTA,AD->BTD", taps, params.fc)
+
+
+def embed_tokens(draft: Draft, tokens: jax.Array) -> jax.Array:
+    """Frozen embeddings of target ids: [B, T] -> [B, T, D]."""
+    return jax.lax.stop_gradient(jnp.take(draft.embed, tokens, axis=0, mode="clip"))
+
+
+def _projections(
+    draft: Draft, features: jax.Array, embeddings: jax.Array, table: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Residual stream [B, T, D], rotated queries [B, T, N, H], rotated keys and values [B, K, T, H]."""
+    params, eps = draft.params, draft.config.rms_norm_eps
+    normed = rms_norm(features, params.feature_norm, eps)
+    x = jnp.concatenate([rms_norm(embeddings, params.embed_norm, eps), normed], axis=-1)
+    q = rotate(jnp.einsum("BTE,ENH->BTNH", x, params.q), table)
+    k = rotate(jnp.einsum("BTE,EKH->BTKH", x, params.k), table).transpose(0, 2, 1, 3)
+    v = jnp.einsum("BTE,EKH->BTKH", x, params.v).transpose(0, 2, 1, 3)
+    return (normed if draft.config.norm_before_residual else features), q, k, v
+
+
+def _output(draft: Draft, residual: jax.Array, attended: jax.Array) -> jax.Array:
+    """From the attention's output [B, T, N, H] to the carry [B, T, D]."""
+    params, eps = draft.params, draft.config.rms_norm_eps
+    x = residual + jnp.einsum("BTNH,NHD->BTD", attended, params.o)
+    x = x + swiglu(rms_norm(x, params.post_norm, eps), params.gate, params.up, params.down)
+    return rms_norm(x, params.norm, eps) if draft.config.norm_output else x
+
+
+def draft_step(
+    draft: Draft,
+    features: jax.Array,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    past: Sequence[Segment] = (),
+) -> DraftOutput:
+    """Run the draft's layer on new slots over what it has cached.
+
+    Args:
+      draft: the model.
+      features: [B, T, D], fused taps, or the carry of the previous step.
+      tokens: [B, T] int32 target ids, one position ahead of the features.
+      positions: [B, T] int32, of the features.
+      mask: [B, T, T] bool, among the new slots.
+      past: segments already cached, with their masks [B, T, S].
+    """
+    with jax.named_scope("draft_step"):
+        table = rope_table(draft.config.rope, draft.config.head_dim, positions)
+        residual, q, k, v = _projections(draft, features, embed_tokens(draft, tokens), table)
+        attended = attend(q, [*past, Segment(k, v, mask)])
+        return DraftOutput(carry=_output(draft, residual, attended), keys=k, values=v)
+
+
+def draft_unroll(
+    draft: Draft, features: jax.Array, tokens: jax.Array, positions: jax.Array, mask: jax.Array, steps: int
+) -> list[jax.Array]:
+    """Training-time test: unroll the draft on its own outputs, with the true tokens (paper section 3.2).
+
+    At step s, slot j combines its carry with token j+1+s at position j+s, and attends to the step-0 keys that `mask`
+    allows and to its own keys of steps 1..s.
+
+    Args:
+      draft: the model.
+      features: [B, T, D], fused taps.
+      tokens: [B, T] int32, the row itself; shifted here.
+      positions: [B, T] int32.
+      mask: [B, T, T] bool, causal within each document.
+      steps: how many steps, at least 1.
+
+    Returns:
+      The carry [B, T, D] of each step. The last s+1 slots of step s read past the row and mean nothing.
+    """
+    carries: list[jax.Array] = []
+    own: list[tuple[jax.Array, jax.Array]] = []
+    causal: Segment | None = None
+    carry = features
+    for step in range(steps):
+        with jax.named_scope(f"unroll_{step}"):
+            table = rope_table(draft.config.rope, draft.config.head_dim, positions + step)
+            ahead = jnp.roll(tokens, -(1 + step), axis=1)
+            residual, q, k, v = _projections(draft, carry, embed_tokens(draft, ahead), table)
+            if causal is None:
+                causal = Segment(k, v, mask)
+            else:
+                own.append((k, v))
+            carry = _output(draft, residual, training_time_test_attend(q, causal, own))
+            carries.append(carry)
+    return carries
+
+
+def draft_hidden(draft: Draft, carry: jax.Array) -> jax.Array:
+    """What the head reads: the normed carry (with `norm_output`, the carry is normed already). [..., D] -> same."""
+    if draft.config.norm_output:
+        return carry
+    return rms_norm(carry, draft.params.norm, draft.config.rms_norm_eps)
+
+
+def draft_logits(draft: Draft, carry: jax.Array) -> jax.Array:
+    """Logits over the draft vocabulary in fp32: [..., D] -> [..., C]."""
+    with jax.named_scope("draft_head"):
+        hidden = draft_hidden(draft, carry)
+        return jnp.einsum("...D,DC->...C", hidden, draft.params.lm_head, preferred_element_type=jnp.float32)

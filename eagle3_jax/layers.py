@@ -1,0 +1,122 @@
+"""The parts that target and draft share: RMSNorm, rotary embedding, SwiGLU.
+
+Letters in shapes: B batch, T query positions, D model width, N query heads, K key/value heads, H head dimension,
+F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.config import RopeConfig
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the last axis; statistics in fp32, cast back to x's dtype, then scaled (as HuggingFace LLaMA).
+
+    Args:
+      x: [..., D].
+      weight: [D].
+      eps: added to the mean square.
+    """
+    with jax.named_scope("rms_norm"):
+        wide = x.astype(jnp.float32)
+        scaled = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+        return scaled.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """SiLU-gated feed-forward without biases: [B, T, D] with gate, up [D, F] and down [F, D] -> [B, T, D]."""
+    hidden = jax.nn.silu(jnp.einsum("BTD,DF->BTF", x, gate)) * jnp.einsum("BTD,DF->BTF", x, up)
+    return jnp.einsum("BTF,FD->BTD", hidden, down)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies [H/2] in fp32 and the factor on cos and sin, by transformers' rules (modeling_rope_utils).
+
+    "dynamic" equals "default" up to its original length, beyond which `TargetConfig.context_limit` refuses to go.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inverse = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
+    if rope.kind == "linear":
+        return inverse / np.float32(rope.factor), 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, inverse), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, inverse, head_dim)
+    return inverse, 1.0
+
+
+def _llama3(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
+    assert rope.original_max_positions and rope.low_freq_factor and rope.high_freq_factor
+    wavelength = 2 * math.pi / inverse
+    low = rope.original_max_positions / rope.low_freq_factor
+    high = rope.original_max_positions / rope.high_freq_factor
+    # Long waves are stretched by the factor, short ones kept, those between are blended.
+    smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    stretched = np.where(wavelength > low, inverse / rope.factor, inverse)
+    between = (wavelength <= low) & (wavelength >= high)
+    return np.where(between, blended, stretched).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, inverse: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
+    assert rope.original_max_positions
+
+    def dimension(rotations: float) -> float:
+        """The (fractional) frequency index that turns `rotations` times over the original length."""
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001)
+    keep = 1 - np.clip(ramp, 0, 1)
+    frequencies = inverse / rope.factor * (1 - keep) + inverse * keep
+
+    def scale(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    attention = rope.attention_factor
+    if attention is None:
+        if rope.mscale and rope.mscale_all_dim:
+            attention = scale(rope.mscale) / scale(rope.mscale_all_dim)
+        else:
+            attention = scale(1.0)
+    return frequencies.astype(np.float32), float(attention)
+
+
+def rope_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of the rotation at each position.
+
+    Args:
+      rope: the rule.
+      head_dim: H.
+      positions: [B, T] int32.
+
+    Returns:
+      cos, sin: [B, T, H/2] fp32.
+    """
+    inverse, factor = rope_frequencies(rope, head_dim)
+    angles = jnp.einsum("BT,h->BTh", positions.astype(jnp.float32), inverse)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate queries or keys in the half-split layout of HuggingFace: dimension i pairs with i + H/2.
+
+    Args:
+      x: [B, T, heads, H].
+      table: cos and sin, each [B, T, H/2].
+    """
+    cos, sin = (jnp.expand_dims(part, 2).astype(x.dtype) for part in table)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

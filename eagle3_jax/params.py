@@ -1,0 +1,91 @@
+"""One abstract tree per model: its leaves say shape, logical axes, initial value and name in a checkpoint.
+
+Initialisation, shape checks, loading, saving and sharding all follow from the same tree, so that they cannot
+disagree (the idea of an abstract parameter tree is jax-llm-examples').
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter.
+
+    Attributes:
+      shape: in our layout, input dimensions first.
+      axes: a logical axis name for each dimension.
+      name: the tensor's name in a safetensors file.
+      init: "normal" (mean 0, standard deviation `scale`), "ones" or "zeros".
+      scale: standard deviation of "normal".
+      inputs: how many leading dimensions are the input of a linear map, which files hold as torch does, [out, in];
+        0 for tensors that are stored as they are.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    name: str
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    scale: float = 0.02
+    inputs: int = 0
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in the file."""
+        if not self.inputs:
+            return self.shape
+        return (math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs]))
+
+    def from_file(self, array: np.ndarray) -> np.ndarray:
+        """Turn the tensor of the file into our layout; a view where possible."""
+        return (array.T if self.inputs else array).reshape(self.shape)
+
+    def to_file(self, array: np.ndarray) -> np.ndarray:
+        """Inverse of `from_file`, contiguous."""
+        if self.inputs:
+            array = array.reshape(self.file_shape[::-1]).T
+        return np.ascontiguousarray(array)
+
+
+def is_spec(leaf: Any) -> bool:
+    """True for a `ParamSpec`; the `is_leaf` of maps over abstract trees."""
+    return isinstance(leaf, ParamSpec)
+
+
+def init_params(specs: Tree, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Tree:
+    """Draw every parameter of an abstract tree.
+
+    Args:
+      specs: a tree of `ParamSpec`.
+      key: a PRNG key; each leaf folds in its own index, so that leaves do not depend on each other.
+      dtype: of every leaf.
+    """
+    leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+    arrays = []
+    for index, spec in enumerate(leaves):
+        if spec.init == "normal":
+            draw = jax.random.normal(jax.random.fold_in(key, index), spec.shape, jnp.float32) * spec.scale
+            arrays.append(draw.astype(dtype))
+        else:
+            arrays.append(jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype))
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def abstract_params(specs: Tree, dtype: DTypeLike = jnp.float32) -> Tree:
+    """The same tree with `jax.ShapeDtypeStruct` leaves, for `eval_shape`, ahead-of-time compilation and restoring."""
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs, is_leaf=is_spec)
+
+
+def count_params(tree: Any) -> int:
+    """Number of parameters of a tree of specs or arrays."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree, is_leaf=is_spec))

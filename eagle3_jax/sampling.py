@@ -1,0 +1,93 @@
+"""From logits to a distribution, and from a distribution and a uniform number to a token.
+
+Every random decision about the token at position p of a row takes its uniforms from (seed, p) alone. A proposal that
+is rejected leaves nothing behind: when position p is decided in a later round, the same uniforms are used for the first
+time to decide something that is kept. So the text of a row depends on its seed and prompt only, not on the batch it
+ran in, and cutting a block short needs no random state to be rolled back.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Sampling:
+    """How tokens are chosen, one value per row; changing a value never recompiles.
+
+    Attributes:
+      temperature: [B] fp32, above 0 (greedy decoding is a structure of its own and ignores it).
+      top_k: [B] int32, keep the k most likely tokens; 0 keeps all.
+      top_p: [B] fp32, keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
+      seed: [B] uint32.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    seed: jax.Array
+
+
+def target_distribution(logits: jax.Array, sampling: Sampling, *, filters: bool) -> jax.Array:
+    """The distribution that decoding must reproduce: temperature, then top-k, then top-p, as transformers applies them.
+
+    Args:
+      logits: [B, T, V] fp32.
+      sampling: per-row values.
+      filters: whether any row uses top-k or top-p; static, since sorting the vocabulary is what costs.
+
+    Returns:
+      [B, T, V] fp32 probabilities.
+    """
+    logits = logits / sampling.temperature[:, None, None]
+    if filters:
+        vocab = logits.shape[-1]
+        descending = jnp.sort(logits, axis=-1, descending=True)
+        # transformers keeps every token tied with the k-th, and so do we.
+        k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab), vocab)
+        kth = jnp.take_along_axis(descending, (k - 1)[:, None, None], axis=-1)
+        kept = jnp.where(descending >= kth, descending, -jnp.inf)
+        mass = jax.nn.softmax(kept, axis=-1)
+        # A token stays while the mass of the more likely ones is below top_p; the first always stays.
+        inside = (jnp.cumsum(mass, axis=-1) - mass) < sampling.top_p[:, None, None]
+        inside = (inside | (jnp.arange(vocab)[None, None] == 0)) & (descending >= kth)
+        last = jnp.sum(inside, axis=-1, keepdims=True) - 1
+        lowest = jnp.take_along_axis(descending, last, axis=-1)
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def draw(mass: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Token at quantile `uniform` of an unnormalised distribution; never one without mass.
+
+    Args:
+      mass: [..., V] fp32, non-negative, with a positive sum.
+      uniform: [...] fp32 in [0, 1).
+
+    Returns:
+      [...] int32.
+    """
+    cumulative = jnp.cumsum(mass, axis=-1)
+    threshold = uniform * cumulative[..., -1]
+    chosen = jnp.argmax(cumulative > jnp.expand_dims(threshold, -1), axis=-1)
+    return chosen.astype(jnp.int32)
+
+
+def uniforms(seed: jax.Array, positions: jax.Array) -> jax.Array:
+    """The uniforms that decide the tokens at some positions.
+
+    Args:
+      seed: [B] uint32.
+      positions: [B, T] int32, absolute positions of the tokens to be decided.
+
+    Returns:
+      [3, B, T] fp32 in [0, 1): for proposing, for accepting, for drawing what is left.
+    """
+
+    def one(row_seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(row_seed), position), (3,), jnp.float32)
+
+    drawn = jax.vmap(jax.vmap(one, in_axes=(None, 0)))(seed, positions)
+    return jnp.moveaxis(drawn, -1, 0)

@@ -1,0 +1,210 @@
+"""The target: a LLaMA-family decoder as one pure forward pass.
+
+The same function serves prefill, decoding and verification: tokens, positions, an explicit mask and a cache go in;
+the final hidden state, the tapped states and the new tokens' keys and values come out. It never writes the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from eagle3_jax.attention import Segment, attend
+from eagle3_jax.cache import KVCache
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.layers import rms_norm, rope_table, rotate, swiglu
+from eagle3_jax.params import ParamSpec
+
+
+@struct.dataclass
+class TargetLayer:
+    """Parameters of one decoder layer; biases are None where the config has none."""
+
+    input_norm: jax.Array
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    o: jax.Array
+    post_norm: jax.Array
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    q_bias: jax.Array | None = None
+    k_bias: jax.Array | None = None
+    v_bias: jax.Array | None = None
+    o_bias: jax.Array | None = None
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+
+@struct.dataclass
+class TargetParams:
+    """All parameters of a target.
+
+    Attributes:
+      embed: [V, D].
+      layers: one entry per layer (a tuple, not a stacked array: slicing a stack inside a decoding step copies it).
+      norm: [D].
+      lm_head: [D, V]; of a tied model, the transposed embedding (see `tie_head`).
+    """
+
+    embed: jax.Array
+    layers: tuple[TargetLayer, ...]
+    norm: jax.Array
+    lm_head: jax.Array
+
+
+@struct.dataclass
+class Target:
+    """A target model: parameters and their static description."""
+
+    params: TargetParams
+    config: TargetConfig = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class TargetOutput:
+    """What one forward pass gives.
+
+    Attributes:
+      hidden: [B, T, D], after the final norm.
+      taps: [B, T, A*D], the states at the tapped boundaries, low to high, without any norm.
+      keys: per layer, [B, K, T, H], rotated.
+      values: per layer, [B, K, T, H].
+    """
+
+    hidden: jax.Array
+    taps: jax.Array
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+def target_specs(config: TargetConfig) -> TargetParams:
+    """The abstract parameter tree, named as HuggingFace names the tensors."""
+    d, f, n, k, h = (
+        config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
+    )  # fmt: skip
+
+    def layer(index: int) -> TargetLayer:
+        def linear(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
+            inputs = 2 if name == "self_attn.o_proj" else 1  # o_proj reads (N, H)
+            return ParamSpec(shape, axes, f"model.layers.{index}.{name}.weight", inputs=inputs)
+
+        def norm(name: str) -> ParamSpec:
+            return ParamSpec((d,), ("norm",), f"model.layers.{index}.{name}.weight", init="ones")
+
+        def bias(name: str, present: bool, shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec | None:
+            return ParamSpec(shape, axes, f"model.layers.{index}.{name}.bias", init="zeros") if present else None
+
+        attn, mlp = config.attention_bias, config.mlp_bias
+        return TargetLayer(
+            input_norm=norm("input_layernorm"),
+            q=linear("self_attn.q_proj", (d, n, h), ("embed", "heads", "head_dim")),
+            k=linear("self_attn.k_proj", (d, k, h), ("embed", "kv_heads", "head_dim")),
+            v=linear("self_attn.v_proj", (d, k, h), ("embed", "kv_heads", "head_dim")),
+            o=linear("self_attn.o_proj", (n, h, d), ("heads", "head_dim", "embed")),
+            post_norm=norm("post_attention_layernorm"),
+            gate=linear("mlp.gate_proj", (d, f), ("embed", "mlp")),
+            up=linear("mlp.up_proj", (d, f), ("embed", "mlp")),
+            down=linear("mlp.down_proj", (f, d), ("mlp", "embed")),
+            q_bias=bias("self_attn.q_proj", attn, (n, h), ("heads", "head_dim")),
+            k_bias=bias("self_attn.k_proj", attn, (k, h), ("kv_heads", "head_dim")),
+            v_bias=bias("self_attn.v_proj", attn, (k, h), ("kv_heads", "head_dim")),
+            o_bias=bias("self_attn.o_proj", attn, (d,), ("norm",)),
+            gate_bias=bias("mlp.gate_proj", mlp, (f,), ("mlp",)),
+            up_bias=bias("mlp.up_proj", mlp, (f,), ("mlp",)),
+            down_bias=bias("mlp.down_proj", mlp, (d,), ("norm",)),
+        )
+
+    return TargetParams(
+        embed=ParamSpec((config.vocab_size, d), ("vocab", "embed"), "model.embed_tokens.weight"),
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        norm=ParamSpec((d,), ("norm",), "model.norm.weight", init="ones"),
+        lm_head=ParamSpec((d, config.vocab_size), ("embed", "vocab"), "lm_head.weight", inputs=1),
+    )
+
+
+def tie_head(embed: jax.Array) -> jax.Array:
+    """The head of a tied model: [V, D] -> [D, V], a copy, since a product with [in, out] weights is what backends
+    stream fastest."""
+    return jnp.transpose(embed)
+
+
+def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias.reshape((1, 1) + bias.shape)
+
+
+def _attention_block(
+    layer: TargetLayer, x: jax.Array, table: tuple[jax.Array, jax.Array], segments: Sequence[Segment], mask: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q = rotate(_bias(jnp.einsum("BTD,DNH->BTNH", x, layer.q), layer.q_bias), table)
+    k = rotate(_bias(jnp.einsum("BTD,DKH->BTKH", x, layer.k), layer.k_bias), table).transpose(0, 2, 1, 3)
+    v = _bias(jnp.einsum("BTD,DKH->BTKH", x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
+    mixed = attend(q, [*segments, Segment(k, v, mask)])
+    return _bias(jnp.einsum("BTNH,NHD->BTD", mixed, layer.o), layer.o_bias), k, v
+
+
+def _mlp_block(layer: TargetLayer, x: jax.Array) -> jax.Array:
+    if layer.gate_bias is None:
+        return swiglu(x, layer.gate, layer.up, layer.down)
+    gate = _bias(jnp.einsum("BTD,DF->BTF", x, layer.gate), layer.gate_bias)
+    up = _bias(jnp.einsum("BTD,DF->BTF", x, layer.up), layer.up_bias)
+    return _bias(jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, layer.down), layer.down_bias)
+
+
+def target_forward(
+    target: Target,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    *,
+    taps: tuple[int, ...] = (),
+    cache: KVCache | None = None,
+    cache_mask: jax.Array | None = None,
+) -> TargetOutput:
+    """Run the target on a block of new tokens.
+
+    Args:
+      target: the model.
+      tokens: [B, T] int32.
+      positions: [B, T] int32; tree nodes of one level share a position.
+      mask: [B, T, T] bool, which new token may read which.
+      taps: boundaries IN(i) to return: the state entering layer i, or for i = L leaving the last layer.
+      cache: committed rows, read only.
+      cache_mask: [B, T, S] bool; required with a cache.
+    """
+    config, params = target.config, target.params
+    table = rope_table(config.rope, config.head_dim, positions)
+    with jax.named_scope("embed"):
+        # mode="clip": token ids are checked on the host; NaN for a bad one would only hide where it came from.
+        x = jnp.take(params.embed, tokens, axis=0, mode="clip")
+    tapped, keys, values = {}, [], []
+    for index, layer in enumerate(params.layers):
+        tapped[index] = x
+        with jax.named_scope(f"layer_{index}"):
+            past = []
+            if cache is not None and cache_mask is not None:
+                past = [Segment(cache.keys[index], cache.values[index], cache_mask)]
+            normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+            attended, k, v = _attention_block(layer, normed, table, past, mask)
+            x = x + attended
+            x = x + _mlp_block(layer, rms_norm(x, layer.post_norm, config.rms_norm_eps))
+            keys.append(k)
+            values.append(v)
+    tapped[config.num_layers] = x
+    return TargetOutput(
+        hidden=rms_norm(x, params.norm, config.rms_norm_eps),
+        taps=jnp.concatenate([tapped[tap] for tap in taps], axis=-1) if taps else x[..., :0],
+        keys=tuple(keys),
+        values=tuple(values),
+    )
+
+
+def target_logits(target: Target, hidden: jax.Array) -> jax.Array:
+    """Logits over the vocabulary in fp32: [..., D] (after the final norm) -> [..., V]."""
+    with jax.named_scope("lm_head"):
+        return jnp.einsum("...D,DV->...V", hidden, target.params.lm_head, preferred_element_type=jnp.float32)

@@ -1,0 +1,1 @@
+"""Training of EAGLE-3 drafts: data, loss, update, loop, checkpoints."""

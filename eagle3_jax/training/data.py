@@ -1,0 +1,479 @@
+"""Conversations to tokens with an exact mask of what the target itself would have generated.
+
+A file of rows (jsonl, several forms) is read leniently, one bad row never costs a good one, and strictly, nothing is
+dropped without a reason and a line number. Each row then becomes tokens and spans: token i has span k when it belongs
+to the k-th assistant reply, end-of-turn token included, and span 0 elsewhere. Only tokens that follow the very prefix
+which decoding would have fed to the target get a span.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eagle3_jax.errors import InputError
+from eagle3_jax.tokenizer import chat_text, plain_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMS = (
+    '{"messages": [{"role", "content"}, ...]}',
+    '{"messages": [...], "response": text, "finished": true}',
+    '{"conversations": [{"from": "human", "value": text}, ...]}',
+    '{"prompt": text, "response": text}',
+    '{"text": conversation in the target\'s own template}',
+)
+_FORM_KEYS = ("messages", "conversations", "prompt", "text")
+_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+# Parts of a message that templates render and this reader does not carry: better no row than half a row.
+_UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content")
+_SHOWN_LINES = 5
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# Words that no template treats in a special way.
+_PROBE_USER, _PROBE_REPLY = "zqaskqz", "zqreplyqz"
+
+
+class RowError(InputError):
+    """One row that cannot be used; `reason` is the short text under which it is counted."""
+
+    def __init__(self, reason: str):
+        self.reason = reason
+        super().__init__(
+            expected="a row with an assistant reply, in one of the forms " + " | ".join(FORMS),
+            found=reason,
+            remedy="Correct the row or leave it out.",
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a file: a conversation as messages, or as text in the target's template.
+
+    `finished` says whether the last reply came to its end-of-turn token; `generated` whether that reply is text which
+    the target wrote after the prompt (a "response"), rather than a turn of a dialogue.
+    """
+
+    line: int
+    id: str
+    messages: tuple[dict[str, str], ...] = ()
+    text: str | None = None
+    finished: bool = True
+    generated: bool = False
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """What became of the lines of a file; `dropped` maps each reason to its line numbers."""
+
+    path: Path
+    read: int
+    kept: int
+    blank: int
+    dropped: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        blank = f" ({self.blank} blank lines skipped)" if self.blank else ""
+        return f"{self.path}: {self.read} rows read{blank}, {self.kept} kept, {_told(self.dropped)}."
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document: `tokens` int32 [n] and `spans` int32 [n], 0 where a token is no part of a supervised reply.
+
+    `left_out` counts replies without a span although the row has them: the template shows them otherwise in a later
+    turn's history than the target wrote them, or they are empty.
+    """
+
+    tokens: np.ndarray
+    spans: np.ndarray
+    left_out: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.spans.shape or self.tokens.ndim != 1 or not self.tokens.size or self.spans[0]:
+            raise ValueError("a document has tokens [n], spans [n] and a first token outside every span")
+
+
+@dataclass(frozen=True)
+class EncodeReport:
+    """What became of the rows of a file: rows and tokens kept, replies left out, rows cut, rows dropped."""
+
+    read: ReadReport
+    rows: int
+    tokens: int
+    supervised: int
+    replies: int
+    left_out: int
+    cut: int
+    max_length: int
+    dropped: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        left_out = f", {self.left_out} replies left out (rewritten in later turns, or empty)" if self.left_out else ""
+        return (
+            f"{self.read} {self.rows} rows encoded: {self.tokens} tokens, {self.supervised} of them supervised in "
+            f"{self.replies} replies{left_out}; {self.cut} rows cut at {self.max_length} tokens; {_told(self.dropped)}."
+        )
+
+
+@dataclass(frozen=True)
+class Markers:
+    """How a chat template surrounds a reply, found by rendering a probe conversation.
+
+    Attributes:
+      header: what stands before a reply ("<|im_start|>assistant" and a newline).
+      end_token: the token that ends a reply ("<|im_end|>"), `end_id` its id.
+      end_of_turn: what a finished reply is followed by, up to and including that token.
+      tail: everything the template writes after a reply.
+      bos: the token that opens a conversation and occurs nowhere else, or "".
+    """
+
+    header: str
+    end_token: str
+    end_id: int
+    end_of_turn: str
+    tail: str
+    bos: str
+
+
+@dataclass
+class _Tally:
+    """Line numbers under each reason."""
+
+    lines: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, reason: str, line: int) -> None:
+        self.lines.setdefault(reason, []).append(line)
+
+    def frozen(self) -> dict[str, tuple[int, ...]]:
+        return {reason: tuple(lines) for reason, lines in self.lines.items()}
+
+
+def _told(dropped: Mapping[str, tuple[int, ...]]) -> str:
+    """Reasons with their counts and first line numbers, for a report."""
+    if not dropped:
+        return "0 dropped"
+    parts = []
+    for reason, lines in dropped.items():
+        shown = ", ".join(map(str, lines[:_SHOWN_LINES])) + (", ..." if len(lines) > _SHOWN_LINES else "")
+        parts.append(f"{len(lines)} {reason} (line{'s' if len(lines) > 1 else ''} {shown})")
+    return f"{sum(map(len, dropped.values()))} dropped: " + "; ".join(parts)
+
+
+def _content(value: Any) -> str:
+    """Text of a message: a string, or a list of text parts."""
+    if isinstance(value, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+            raise RowError("a message with a part that is not text")
+        value = "".join(str(part.get("text", "")) for part in value)
+    if not isinstance(value, str):
+        raise RowError("a message without text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError("half a surrogate pair in a text") from error
+    return value
+
+
+def _messages(value: Any, role_key: str, content_key: str) -> list[dict[str, str]]:
+    """Messages of a conversation with the roles system, user and assistant."""
+    if not isinstance(value, list):
+        raise RowError("a conversation that is not a list")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get(role_key), str):
+            raise RowError(f"a message without {role_key!r}")
+        role = _ROLES.get(message[role_key])
+        if role is None:
+            raise RowError(f"a message from {message[role_key]!r}, which is not supported")
+        unread = [key for key in _UNREAD_KEYS if message.get(key)]
+        if unread:
+            raise RowError(f"a message with {unread[0]!r}, which is not supported")
+        messages.append({"role": role, "content": _content(message.get(content_key))})
+    return messages
+
+
+def _parse(value: Any, line: int) -> Row:
+    """One row from one JSON value. Null counts as absent: files with mixed forms fill their columns with it."""
+    if not isinstance(value, dict):
+        raise RowError("not a JSON object")
+    value = {key: item for key, item in value.items() if item is not None}
+    forms = [key for key in _FORM_KEYS if key in value]
+    if len(forms) != 1:
+        raise RowError("several of the keys " + ", ".join(forms) if forms else "none of the keys of a known form")
+    if value.get("tools"):
+        raise RowError("a row with 'tools', which is not supported")
+    form = forms[0]
+    name = str(value.get("id", line))
+    finished = value.get("finished", True)
+    if not isinstance(finished, bool):
+        raise RowError("'finished' is neither true nor false")
+    if form == "text":
+        text = _content(value["text"])
+        if not text.strip():
+            raise RowError("empty text")
+        return Row(line, name, text=text)
+    if form == "messages":
+        messages = _messages(value["messages"], "role", "content")
+    elif form == "conversations":
+        messages = _messages(value["conversations"], "from", "value")
+    else:
+        messages = [{"role": "user", "content": _content(value["prompt"])}]
+    generated = "response" in value
+    if generated:
+        if messages and messages[-1]["role"] == "assistant":
+            raise RowError("a response after an assistant turn")
+        messages.append({"role": "assistant", "content": _content(value["response"])})
+    _check_turns(messages)
+    return Row(line, name, messages=tuple(messages), finished=finished, generated=generated)
+
+
+def _check_turns(messages: Sequence[Mapping[str, str]]) -> None:
+    """A conversation can train a draft when a user asked first and the last reply is not empty."""
+    if not messages:
+        raise RowError("empty conversation")
+    replies = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not replies:
+        raise RowError("no assistant reply")
+    first = next(message["role"] for message in messages if message["role"] != "system")
+    if first != "user":
+        raise RowError("a reply before the first user turn")
+    if not replies[-1].strip():
+        raise RowError("empty reply")
+
+
+def read_rows(path: Path) -> tuple[list[Row], ReadReport]:
+    """Rows of a jsonl file in any mixture of `FORMS`.
+
+    Returns:
+      The good rows in file order, and the report on all lines.
+
+    Raises:
+      InputError: the file is missing, or no row is left.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(expected=f"a jsonl file at {path}", found="no such file", remedy="Check the path.")
+    rows: list[Row] = []
+    tally = _Tally()
+    read = blank = 0
+    with path.open("rb") as file:  # bytes: text mode would fail on one bad line
+        for line, raw in enumerate(file, start=1):
+            raw = raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
+            if not raw.strip():
+                blank += 1
+                continue
+            read += 1
+            try:
+                rows.append(_parse(json.loads(raw.decode("utf-8")), line))
+            except UnicodeDecodeError:
+                tally.add("not UTF-8", line)
+            except (json.JSONDecodeError, RecursionError):
+                tally.add("not valid JSON", line)
+            except RowError as error:
+                tally.add(error.reason, line)
+    report = ReadReport(path, read, len(rows), blank, tally.frozen())
+    if not rows:
+        raise InputError(
+            expected="rows in one of the forms " + " | ".join(FORMS),
+            found=str(report).rstrip("."),
+            remedy="Bring the file into one of these forms.",
+        )
+    return rows, report
+
+
+def find_markers(tokenizer: PreTrainedTokenizerBase) -> Markers:
+    """How the target's chat template surrounds a reply.
+
+    Raises:
+      InputError: there is no chat template, or it ends a reply with no token of its own.
+    """
+    user = [{"role": "user", "content": _PROBE_USER}]
+    whole = chat_text(tokenizer, [*user, {"role": "assistant", "content": _PROBE_REPLY}], add_generation_prompt=False)
+    at = whole.rfind(_PROBE_REPLY)
+    tail = whole[at + len(_PROBE_REPLY) :] if at >= 0 else ""
+    added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+    ends = [(tail.find(token), -len(token), token) for token in added if token in tail]
+    if not ends:
+        raise InputError(
+            expected="a chat template that ends a reply with a token of its own",
+            found=f"{tail!r} after the reply" if at >= 0 else "a template that does not write the reply",
+            remedy="Use the chat template of the instruct model.",
+        )
+    start, _, end_token = min(ends)
+    opened = chat_text(tokenizer, user, add_generation_prompt=True)
+    closed = chat_text(tokenizer, user, add_generation_prompt=False)
+    header = opened.removeprefix(closed) if opened.startswith(closed) else ""
+    header = header or opened[opened.rfind(_PROBE_USER) + len(_PROBE_USER) :]
+    # Some models name the marker that opens every turn as their BOS (SmolLM2): that one belongs to the turns.
+    bos = tokenizer.bos_token
+    opens_once = isinstance(bos, str) and whole.startswith(bos) and whole.count(bos) == 1
+    return Markers(
+        header=header,
+        end_token=end_token,
+        end_id=added[end_token],
+        end_of_turn=tail[: start + len(end_token)],
+        tail=tail,
+        bos=str(bos) if opens_once else "",
+    )
+
+
+def _chat_cuts(
+    tokenizer: PreTrainedTokenizerBase, row: Row, markers: Markers
+) -> tuple[str, list[tuple[int, int]], int]:
+    """Text of a conversation up to its last reply, the replies as (start, end) in it, and how many are left out."""
+    turns = [k for k, message in enumerate(row.messages) if message["role"] == "assistant"]
+
+    def render(count: int, prompt: bool) -> str:
+        try:
+            return chat_text(tokenizer, row.messages[:count], add_generation_prompt=prompt)
+        except InputError as error:
+            raise RowError("refused by the chat template") from error
+
+    def through(k: int, finished: bool) -> str | None:
+        """Text up to the end of reply k, or None where the template writes something else after it."""
+        whole = render(k + 1, False)
+        if not whole.endswith(markers.tail):
+            return None
+        return whole.removesuffix(markers.tail) + (markers.end_of_turn if finished else "")
+
+    last = turns[-1]
+    prompt, text = render(last, True), through(last, row.finished)
+    if text is None or not text.startswith(prompt):
+        if not row.generated:
+            raise RowError("the chat template does not write the reply after the generation prompt")
+        # A template that opens the reply's thoughts in the prompt and leaves them out of the history.
+        text = prompt + row.messages[last]["content"] + (markers.end_of_turn if row.finished else "")
+    if not row.finished:
+        text = text.rstrip(_UNFINISHED)  # a reply cut inside a character
+    cuts = []
+    for k in turns[:-1]:
+        start, end = render(k, True), through(k, True)
+        if end is not None and end.startswith(start) and text.startswith(end) and row.messages[k]["content"].strip():
+            cuts.append((len(start), len(end)))
+    return text, [*cuts, (len(prompt), len(text))], len(turns) - 1 - len(cuts)
+
+
+def _text_cuts(row_text: str, markers: Markers) -> tuple[str, list[tuple[int, int]], int]:
+    """The same for text that already has the template's markers."""
+    text = row_text
+    if markers.bos:
+        if text.startswith(markers.bos * 2):
+            raise RowError("text with two BOS")
+        text = text if text.startswith(markers.bos) else markers.bos + text
+    cuts: list[tuple[int, int]] = []
+    left_out = 0
+    start = text.find(markers.header) if markers.header else -1
+    while start >= 0:
+        start += len(markers.header)
+        end, following = text.find(markers.end_token, start), text.find(markers.header, start)
+        if following >= 0 and (end < 0 or following < end):
+            raise RowError("a reply without its end-of-turn token before the next one")
+        if text[start : end if end >= 0 else None].strip():
+            cuts.append((start, end + len(markers.end_token) if end >= 0 else len(text)))
+        else:
+            left_out += 1
+        start = following
+    if not cuts:
+        raise RowError("no assistant reply between the target's own markers")
+    return text[: cuts[-1][1]], cuts, left_out
+
+
+def encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, markers: Markers) -> Encoded:
+    """Tokens and spans of one row, up to the end of its last reply.
+
+    A reply has a span iff the tokens before it are exactly `chat_ids(messages before it, add_generation_prompt=True)`
+    and the row then goes on as the reply's own turn was rendered: nothing that the template rewrote for the history,
+    nothing where a token reaches over the border. What the template writes after the end-of-turn token has none.
+
+    Args:
+      tokenizer: of the target.
+      row: see `read_rows`.
+      markers: `find_markers(tokenizer)`.
+
+    Raises:
+      RowError: the row cannot be used, with the reason.
+    """
+    text, cuts, left_out = _chat_cuts(tokenizer, row, markers) if row.text is None else _text_cuts(row.text, markers)
+    tokens = plain_ids(tokenizer, text)
+    spans = np.zeros(len(tokens), np.int32)
+    count = 0
+    for start, end in cuts:
+        before = plain_ids(tokenizer, text[:start])
+        upto = tokens if end == len(text) else plain_ids(tokenizer, text[:end])
+        exact = tokens[: len(before)] == before and tokens[: len(upto)] == upto
+        if not exact or not 0 < len(before) < len(upto):
+            left_out += 1
+            continue
+        if markers.end_id in upto[len(before) : -1]:
+            raise RowError("an end-of-turn token inside a reply")
+        count += 1
+        spans[len(before) : len(upto)] = count
+    if not count:
+        raise RowError("a token reaches over the border between prompt and reply")
+    return Encoded(np.asarray(tokens, np.int32), spans, left_out)
+
+
+def encode_file(
+    path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int
+) -> tuple[list[Encoded], EncodeReport]:
+    """Documents of a jsonl file, each cut at `max_length` tokens, and the report on all rows.
+
+    Raises:
+      InputError: the file is missing or holds no usable row, the tokenizer has no usable chat template, or no row has
+        a supervised token (one row is shown as the tokenizer sees it).
+    """
+    if max_length < 3:
+        raise InputError(
+            expected="a max_length of 3 tokens or more", found=str(max_length), remedy="Raise it: 2048 is usual."
+        )
+    markers = find_markers(tokenizer)
+    rows, read = read_rows(path)
+    encoded: list[Encoded] = []
+    tally = _Tally()
+    cut = 0
+    for row in rows:
+        try:
+            document = encode_row(tokenizer, row, markers)
+        except RowError as error:
+            tally.add(error.reason, row.line)
+            continue
+        if document.tokens.size > max_length:
+            cut += 1
+            document = Encoded(document.tokens[:max_length], document.spans[:max_length], document.left_out)
+        if document.spans.any():
+            encoded.append(document)
+        else:
+            tally.add(f"without a supervised token in the first {max_length} tokens", row.line)
+    if not encoded:
+        raise InputError(
+            expected=f"assistant replies after {markers.header!r} and before {markers.end_token!r}",
+            found=f"0 supervised tokens in {len(rows)} rows ({_told(tally.frozen())}); line {rows[0].line} reads "
+            f"{_as_tokenised(tokenizer, rows[0])!r}",
+            remedy="Check that the rows were written with this target's chat template, or pass them as messages.",
+        )
+    return encoded, EncodeReport(
+        read=read,
+        rows=len(encoded),
+        tokens=sum(document.tokens.size for document in encoded),
+        supervised=sum(int(np.count_nonzero(document.spans)) for document in encoded),
+        replies=sum(int(document.spans.max()) for document in encoded),
+        left_out=sum(document.left_out for document in encoded),
+        cut=cut,
+        max_length=max_length,
+        dropped=tally.frozen(),
+    )
+
+
+def _as_tokenised(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
+    """The beginning of a row, encoded and decoded again with its special tokens."""
+    try:
+        text = row.text if row.text is not None else chat_text(tokenizer, row.messages, add_generation_prompt=False)
+    except InputError:
+        text = "\n".join(f"{message['role']}: {message['content']}" for message in row.messages)
+    return str(tokenizer.decode(plain_ids(tokenizer, text)[:100], skip_special_tokens=False))
