@@ -97,9 +97,10 @@ def _open_bin(path: Path) -> dict[str, StoredTensor]:
         # Files of the format before torch 1.6 are no archives and cannot be mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except damaged as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(
             expected=f"a file of tensors, and nothing else, at {path}",
-            found=f"one that torch does not read as such ({str(error).splitlines()[0]})",
+            found=f"one that torch does not read as such ({reason})",
             remedy=FETCH_AGAIN,
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):

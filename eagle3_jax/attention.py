@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from eagle3_jax.layers import contract
+
 MASKED = -1e30  # finite, so that a row with every key masked gives zeros of weight and not NaN
 
 
@@ -59,14 +61,14 @@ def attend(queries: jax.Array, segments: Sequence[Segment]) -> jax.Array:
         q = _grouped(queries, segments[0].keys.shape[1])
         scores = []
         for segment in segments:
-            score = jnp.einsum("BKGTH,BKSH->BKGTS", q, segment.keys, preferred_element_type=jnp.float32)
+            score = contract("BKGTH,BKSH->BKGTS", q, segment.keys, True)
             scores.append(jnp.where(segment.mask[:, None, None], score, MASKED))
         weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
         out, start = None, 0
         for segment in segments:
             part = weights[..., start : start + segment.keys.shape[2]]
             start += segment.keys.shape[2]
-            mixed = jnp.einsum("BKGTS,BKSH->BKGTH", part, segment.values)
+            mixed = contract("BKGTS,BKSH->BKGTH", part, segment.values)
             out = mixed if out is None else out + mixed
         assert out is not None
         return _ungrouped(out)
@@ -96,13 +98,13 @@ def training_time_test_attend(
         return attend(queries, [causal])
     with jax.named_scope("training_time_test_attention"):
         q = _grouped(queries, causal.keys.shape[1])
-        scores = jnp.einsum("BKGTH,BKSH->BKGTS", q, causal.keys, preferred_element_type=jnp.float32)
+        scores = contract("BKGTH,BKSH->BKGTS", q, causal.keys, True)
         scores = jnp.where(causal.mask[:, None, None], scores, MASKED)
-        diagonal = [jnp.einsum("BKGTH,BKTH->BKGT", q, keys, preferred_element_type=jnp.float32) for keys, _ in own]
+        diagonal = [contract("BKGTH,BKTH->BKGT", q, keys, True) for keys, _ in own]
         scores = jnp.concatenate([scores, jnp.stack(diagonal, axis=-1)], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1).astype(queries.dtype)
         length = causal.keys.shape[2]
-        out = jnp.einsum("BKGTS,BKSH->BKGTH", weights[..., :length], causal.values)
+        out = contract("BKGTS,BKSH->BKGTH", weights[..., :length], causal.values)
         for index, (_, values) in enumerate(own):
             out = out + weights[..., length + index, None] * values[:, :, None]
         return _ungrouped(out)

@@ -30,7 +30,7 @@ from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.params import ParamSpec, is_spec
-from eagle3_jax.target import Target, target_specs, tie_head
+from eagle3_jax.target import Target, target_specs
 from eagle3_jax.vocab import full_vocab, vocab_from_offsets, vocab_offsets
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise InputError(
-            expected=f"a JSON object in {path}", found=type(value).__name__, remedy="The file is damaged; fetch it again."
+            expected=f"a JSON object in {path}",
+            found=type(value).__name__,
+            remedy="The file is damaged; fetch it again.",
         )
     return value
 
@@ -206,13 +208,14 @@ def _load_tree(
     def load(spec: ParamSpec) -> jax.Array | None:
         if spec.name not in files:
             return None
-        array = spec.from_file(files[spec.name][spec.name])
-        return jnp.asarray(np.ascontiguousarray(array.astype(jnp.dtype(dtype), copy=False)))
+        return jnp.asarray(files[spec.name][spec.name].reshape(spec.shape), dtype)
 
     return jax.tree.unflatten(treedef, [load(spec) for spec in leaves]), {spec.name for spec in leaves}
 
 
-def _refuse_unread(files: Mapping[str, SafetensorsFile], read: set[str], where: Path, known: Callable[[str], bool]) -> None:
+def _refuse_unread(
+    files: Mapping[str, SafetensorsFile], read: set[str], where: Path, known: Callable[[str], bool]
+) -> None:
     unread = sorted(name for name in files if name not in read and not known(name))
     if unread:
         draft = any(name.startswith(("midlayer.", "fc.")) for name in unread)
@@ -253,7 +256,7 @@ def load_target(folder: Path, dtype: DTypeLike = jnp.float32) -> Target:
     # Old exports hold the rotary table, which follows from the config.
     _refuse_unread(files, read, folder, lambda name: name.endswith("rotary_emb.inv_freq"))
     if tied:
-        params = params.replace(lm_head=tie_head(params.embed))
+        params = params.replace(lm_head=params.embed)
     return Target(params=params, config=config)
 
 
@@ -296,7 +299,11 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None) -> 
             )
     if not config.taps:
         config = _guess_taps(config, files, target.config, where)
-    if max(config.taps) > target.config.num_layers or min(config.taps) < 0 or list(config.taps) != sorted(set(config.taps)):
+    if (
+        max(config.taps) > target.config.num_layers
+        or min(config.taps) < 0
+        or list(config.taps) != sorted(set(config.taps))
+    ):
         raise InputError(
             expected=f"ascending taps between 0 and {target.config.num_layers}, the target's number of layers",
             found=f"taps {list(config.taps)} in {where}",
@@ -381,9 +388,11 @@ def save_draft(folder: Path, draft: Draft, *, dtype: DTypeLike = jnp.bfloat16, f
         array = np.asarray(leaf).astype(jnp.dtype(dtype))
         if not np.isfinite(array.astype(np.float32)).all():
             raise InputError(
-                expected="finite weights", found=f"nan or inf in {spec.name}", remedy="The run diverged; export an earlier step."
+                expected="finite weights",
+                found=f"nan or inf in {spec.name}",
+                remedy="The run diverged; export an earlier step.",
             )
-        tensors[spec.name] = spec.to_file(array)
+        tensors[spec.name] = array.reshape(spec.file_shape)
     tensors["d2t"] = vocab_offsets(draft.vocab)
     tensors["t2d"] = np.asarray(draft.vocab.t2d)
     if draft.config.hidden_size != draft.config.target_hidden_size:
@@ -394,7 +403,14 @@ def save_draft(folder: Path, draft: Draft, *, dtype: DTypeLike = jnp.bfloat16, f
         save_file(tensors, part / SINGLE_FILE, metadata={"format": "pt"})
 
 
-class new_folder:  # noqa: N801 - reads as a verb at its uses
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file whole or not at all: `write` fills a file beside it, which then takes its place."""
+    part = path.with_name(f".{path.name}.part")
+    write(part)
+    os.replace(part, path)
+
+
+class new_folder:
     """Context manager for a folder that appears whole: written beside its place, renamed at the end."""
 
     def __init__(self, folder: Path, *, force: bool):

@@ -22,11 +22,39 @@ DEFAULT_ROPE_THETA = 10000.0
 # Keys of a HuggingFace LLaMA config that change nothing in the forward pass: bookkeeping, training-time settings,
 # and settings of transformers' own generation or parallelism.
 _TARGET_KEYS_WITHOUT_EFFECT = frozenset(
-    "architectures attention_dropout bos_token_id pad_token_id torch_dtype dtype use_cache initializer_range "
-    "transformers_version pretraining_tp _name_or_path _attn_implementation transformers.js_config is_llama_config "
-    "chunk_size_feed_forward output_attentions output_hidden_states return_dict id2label label2id problem_type "
-    "is_encoder_decoder is_decoder add_cross_attention unsloth_version unsloth_fixed model_max_length "
-    "torchscript use_bfloat16 tokenizer_class task_specific_params".split()
+    [
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "pad_token_id",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "initializer_range",
+        "transformers_version",
+        "pretraining_tp",
+        "_name_or_path",
+        "_attn_implementation",
+        "transformers.js_config",
+        "is_llama_config",
+        "chunk_size_feed_forward",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "is_encoder_decoder",
+        "is_decoder",
+        "add_cross_attention",
+        "unsloth_version",
+        "unsloth_fixed",
+        "model_max_length",
+        "torchscript",
+        "use_bfloat16",
+        "tokenizer_class",
+        "task_specific_params",
+    ]
 )
 
 
@@ -374,11 +402,39 @@ class DraftConfig:
 
 
 _DRAFT_KEYS = frozenset(
-    "architectures model_type num_hidden_layers vocab_size draft_vocab_size hidden_size target_hidden_size "
-    "intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps "
-    "max_position_embeddings tie_word_embeddings attention_bias rope_theta rope_scaling rope_parameters fc_norm "
-    "norm_output norm_before_residual taps trained_length target_fingerprint torch_dtype dtype bos_token_id "
-    "eos_token_id pad_token_id transformers_version".split()
+    [
+        "architectures",
+        "model_type",
+        "num_hidden_layers",
+        "vocab_size",
+        "draft_vocab_size",
+        "hidden_size",
+        "target_hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "attention_bias",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "fc_norm",
+        "norm_output",
+        "norm_before_residual",
+        "taps",
+        "trained_length",
+        "target_fingerprint",
+        "torch_dtype",
+        "dtype",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "transformers_version",
+    ]
 )
 
 
@@ -413,7 +469,11 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
             found=repr(model_type),
             remedy="This architecture is not supported as a target.",
         )
-    for key, harmless in (("hidden_act", (None, "silu")), ("sliding_window", (None,)), ("rope_interleaved", (None, False))):
+    for key, harmless in (
+        ("hidden_act", (None, "silu")),
+        ("sliding_window", (None,)),
+        ("rope_interleaved", (None, False)),
+    ):
         if config.get(key) not in harmless:
             raise InputError(
                 expected=f"{key} {' or '.join(map(repr, harmless))} in {where}",

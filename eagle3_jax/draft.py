@@ -15,7 +15,7 @@ from flax import struct
 
 from eagle3_jax.attention import Segment, attend, training_time_test_attend
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.layers import rms_norm, rope_table, rotate, swiglu
+from eagle3_jax.layers import contract, rms_norm, rope_table, rotate, swiglu
 from eagle3_jax.params import ParamSpec
 from eagle3_jax.vocab import DraftVocab
 
@@ -25,15 +25,15 @@ class DraftParams:
     """Trainable parameters, in the order of the computation. Dt is the target's width, A the number of taps.
 
     Attributes:
-      fc: [A*Dt, D], fuses the taps.
+      fc: [D, A*Dt], fuses the taps.
       fc_norm: A norms [Dt] on the taps before fusion, or None (EAGLE-3.1).
       embed_norm: [D], norm of the token embedding ("input_layernorm" in files).
       feature_norm: [D], norm of the feature ("hidden_norm" in files).
-      q, k, v: [2D, heads, H], from [embedding ; feature].
-      o: [N, H, D].
+      q, k, v: [heads, H, 2D], from [embedding ; feature].
+      o: [D, N, H].
       post_norm, gate, up, down: the feed-forward part.
       norm: [D], before the head.
-      lm_head: [D, C].
+      lm_head: [C, D].
     """
 
     fc: jax.Array
@@ -99,20 +99,20 @@ def draft_specs(config: DraftConfig) -> DraftParams:
         return ParamSpec((width,), ("norm",), f"{name}.weight", init="ones")
 
     return DraftParams(
-        fc=linear("fc", (taps * dt, d), ("features", "embed")),
+        fc=linear("fc", (d, taps * dt), ("embed", "features")),
         fc_norm=tuple(norm(f"fc_norm.{index}", dt) for index in range(taps)) if config.fc_norm else None,
         embed_norm=norm("midlayer.input_layernorm"),
         feature_norm=norm("midlayer.hidden_norm"),
-        q=linear("midlayer.self_attn.q_proj", (2 * d, n, h), ("embed", "heads", "head_dim")),
-        k=linear("midlayer.self_attn.k_proj", (2 * d, k, h), ("embed", "kv_heads", "head_dim")),
-        v=linear("midlayer.self_attn.v_proj", (2 * d, k, h), ("embed", "kv_heads", "head_dim")),
-        o=linear("midlayer.self_attn.o_proj", (n, h, d), ("heads", "head_dim", "embed")),
+        q=linear("midlayer.self_attn.q_proj", (n, h, 2 * d), ("heads", "head_dim", "embed")),
+        k=linear("midlayer.self_attn.k_proj", (k, h, 2 * d), ("kv_heads", "head_dim", "embed")),
+        v=linear("midlayer.self_attn.v_proj", (k, h, 2 * d), ("kv_heads", "head_dim", "embed")),
+        o=linear("midlayer.self_attn.o_proj", (d, n, h), ("embed", "heads", "head_dim")),
         post_norm=norm("midlayer.post_attention_layernorm"),
-        gate=linear("midlayer.mlp.gate_proj", (d, f), ("embed", "mlp")),
-        up=linear("midlayer.mlp.up_proj", (d, f), ("embed", "mlp")),
-        down=linear("midlayer.mlp.down_proj", (f, d), ("mlp", "embed")),
+        gate=linear("midlayer.mlp.gate_proj", (f, d), ("mlp", "embed")),
+        up=linear("midlayer.mlp.up_proj", (f, d), ("mlp", "embed")),
+        down=linear("midlayer.mlp.down_proj", (d, f), ("embed", "mlp")),
         norm=norm("norm"),
-        lm_head=linear("lm_head", (d, config.draft_vocab_size), ("embed", "vocab")),
+        lm_head=linear("lm_head", (config.draft_vocab_size, d), ("vocab", "embed")),
     )
 
 
@@ -124,7 +124,7 @@ def fuse(draft: Draft, taps: jax.Array) -> jax.Array:
             parts = jnp.split(taps, len(config.taps), axis=-1)
             parts = [rms_norm(part, weight, config.rms_norm_eps) for part, weight in zip(parts, params.fc_norm)]
             taps = jnp.concatenate(parts, axis=-1)
-        return jnp.einsum("BTA,AD->BTD", taps, params.fc)
+        return contract("BTA,DA->BTD", taps, params.fc)
 
 
 def embed_tokens(draft: Draft, tokens: jax.Array) -> jax.Array:
@@ -139,16 +139,16 @@ def _projections(
     params, eps = draft.params, draft.config.rms_norm_eps
     normed = rms_norm(features, params.feature_norm, eps)
     x = jnp.concatenate([rms_norm(embeddings, params.embed_norm, eps), normed], axis=-1)
-    q = rotate(jnp.einsum("BTE,ENH->BTNH", x, params.q), table)
-    k = rotate(jnp.einsum("BTE,EKH->BTKH", x, params.k), table).transpose(0, 2, 1, 3)
-    v = jnp.einsum("BTE,EKH->BTKH", x, params.v).transpose(0, 2, 1, 3)
+    q = rotate(contract("BTE,NHE->BTNH", x, params.q), table)
+    k = rotate(contract("BTE,KHE->BTKH", x, params.k), table).transpose(0, 2, 1, 3)
+    v = contract("BTE,KHE->BTKH", x, params.v).transpose(0, 2, 1, 3)
     return (normed if draft.config.norm_before_residual else features), q, k, v
 
 
 def _output(draft: Draft, residual: jax.Array, attended: jax.Array) -> jax.Array:
     """From the attention's output [B, T, N, H] to the carry [B, T, D]."""
     params, eps = draft.params, draft.config.rms_norm_eps
-    x = residual + jnp.einsum("BTNH,NHD->BTD", attended, params.o)
+    x = residual + contract("BTNH,DNH->BTD", attended, params.o)
     x = x + swiglu(rms_norm(x, params.post_norm, eps), params.gate, params.up, params.down)
     return rms_norm(x, params.norm, eps) if draft.config.norm_output else x
 
@@ -226,4 +226,5 @@ def draft_logits(draft: Draft, carry: jax.Array) -> jax.Array:
     """Logits over the draft vocabulary in fp32: [..., D] -> [..., C]."""
     with jax.named_scope("draft_head"):
         hidden = draft_hidden(draft, carry)
-        return jnp.einsum("...D,DC->...C", hidden, draft.params.lm_head, preferred_element_type=jnp.float32)
+        head = draft.params.lm_head.astype(hidden.dtype)
+        return jnp.einsum("...D,CD->...C", hidden, head, preferred_element_type=jnp.float32)

@@ -13,7 +13,7 @@ from flax import struct
 from eagle3_jax.attention import Segment, causal_mask
 from eagle3_jax.cache import KVCache, commit
 from eagle3_jax.draft import Draft, draft_logits, draft_step, fuse
-from eagle3_jax.sampling import draw
+from eagle3_jax.sampling import draw, most_likely
 
 
 @struct.dataclass
@@ -31,7 +31,9 @@ class Proposal:
     cache: KVCache
 
 
-def catch_up(draft: Draft, cache: KVCache, taps: jax.Array, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, KVCache]:
+def catch_up(
+    draft: Draft, cache: KVCache, taps: jax.Array, tokens: jax.Array, count: jax.Array
+) -> tuple[jax.Array, KVCache]:
     """Extend the draft's cache by slots with true features.
 
     Args:
@@ -86,7 +88,7 @@ def propose_chain(
         for step in range(length):
             logits = draft_logits(draft, carry)[:, 0]
             if temperature is None or uniforms is None:
-                token = jnp.take(draft.vocab.d2t, jnp.argmax(logits, axis=-1), mode="clip")
+                token = jnp.take(draft.vocab.d2t, most_likely(logits), mode="clip")
             else:
                 mass = jax.nn.softmax(logits / temperature[:, None], axis=-1)
                 full = jnp.zeros((batch, draft.config.vocab_size), jnp.float32)

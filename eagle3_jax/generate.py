@@ -18,7 +18,7 @@ from eagle3_jax.attention import causal_mask
 from eagle3_jax.cache import KVCache, commit, empty_cache
 from eagle3_jax.draft import Draft
 from eagle3_jax.drafters import catch_up, propose_chain
-from eagle3_jax.sampling import Sampling, draw, target_distribution, uniforms
+from eagle3_jax.sampling import Sampling, draw, most_likely, target_distribution, uniforms
 from eagle3_jax.target import Target, target_forward, target_logits
 from eagle3_jax.verify import chain_tree, verify_greedy, verify_sampled
 
@@ -60,6 +60,7 @@ class DecodeState:
       limit_reason: [B] int32, LENGTH or CONTEXT: what running out of `remaining` means for the row.
       reason: [B] int32, RUNNING or why the row is done.
       passes: [B] int32, verification passes so far.
+      accepted: [B] int32, drafts that the last round's verification accepted, before any cut at a stop or limit.
     """
 
     target_cache: KVCache
@@ -73,9 +74,12 @@ class DecodeState:
     limit_reason: jax.Array
     reason: jax.Array
     passes: jax.Array
+    accepted: jax.Array
 
 
-def empty_state(target: Target, draft: Draft | None, *, batch: int, cache_length: int, structure: Structure) -> DecodeState:
+def empty_state(
+    target: Target, draft: Draft | None, *, batch: int, cache_length: int, structure: Structure
+) -> DecodeState:
     """A state of `batch` finished rows, to be filled by `prefill` and `admit`."""
     config = target.config
     dtype = target.params.embed.dtype
@@ -98,6 +102,7 @@ def empty_state(target: Target, draft: Draft | None, *, batch: int, cache_length
         limit_reason=int_row(LENGTH),
         reason=int_row(LENGTH),
         passes=int_row(0),
+        accepted=int_row(0),
     )
 
 
@@ -185,7 +190,7 @@ def prefill_chunk(
 def _choose(logits: jax.Array, sampling: Sampling, position: jax.Array, structure: Structure) -> jax.Array:
     """The target's token at `position` [B] from logits [B, 1, V] -> [B, 1]."""
     if structure.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return most_likely(logits)
     probabilities = target_distribution(logits, sampling, filters=structure.filters)
     return draw(probabilities, uniforms(sampling.seed, position[:, None])[2])
 
@@ -227,7 +232,13 @@ def decode_round(
     with jax.named_scope("verify"):
         over_cache, over_block = causal_mask(lengths, width + 1, state.target_cache.max_length)
         out = target_forward(
-            target, block, lengths[:, None] + offsets, over_block, taps=taps, cache=state.target_cache, cache_mask=over_cache
+            target,
+            block,
+            lengths[:, None] + offsets,
+            over_block,
+            taps=taps,
+            cache=state.target_cache,
+            cache_mask=over_cache,
         )
         logits = target_logits(target, out.hidden)
         if noise is None:
@@ -260,6 +271,7 @@ def decode_round(
             limit_reason=state.limit_reason,
             reason=jnp.where(running, reason, state.reason),
             passes=state.passes + running.astype(jnp.int32),
+            accepted=verdict.accepted,
         )
 
 

@@ -7,6 +7,7 @@ F feed-forward width.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +27,53 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     with jax.named_scope("rms_norm"):
         wide = x.astype(jnp.float32)
         scaled = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-        return scaled.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+        return scaled.astype(x.dtype) * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def contract(subscripts: str, x: jax.Array, y: jax.Array, wide: bool = False) -> jax.Array:
+    """Einsum of two operands in x's precision, accumulated in fp32, forward and backward.
+
+    Weights may be kept in a higher precision than x (fp32 masters under bf16 compute): they are cast at use, and their
+    gradient comes out in their own precision, unrounded. Automatic differentiation would widen the backward products
+    instead, which costs a multiple where bf16 units exist.
+
+    Args:
+      subscripts: einsum's, explicit ("BTD,FD->BTF"); every letter stands in two of the three terms.
+      x: activations; their dtype is the one computed in.
+      y: weights or activations.
+      wide: return the fp32 accumulator instead of x's dtype.
+    """
+    out = jnp.einsum(subscripts, x, y.astype(x.dtype), preferred_element_type=jnp.float32)
+    return out if wide else out.astype(x.dtype)
+
+
+def _contract_forward(
+    subscripts: str, x: jax.Array, y: jax.Array, wide: bool
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return contract(subscripts, x, y, wide), (x, y)
+
+
+def _contract_backward(
+    subscripts: str, wide: bool, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, y = saved
+    inputs, out = subscripts.split("->")
+    first, second = inputs.split(",")
+    narrow = cotangent.astype(x.dtype)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    x_gradient = product(f"{out},{second}->{first}", narrow, y.astype(x.dtype))
+    y_gradient = product(f"{first},{out}->{second}", x, narrow)
+    return x_gradient.astype(x.dtype), y_gradient.astype(y.dtype)
+
+
+contract.defvjp(_contract_forward, _contract_backward)
 
 
 def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """SiLU-gated feed-forward without biases: [B, T, D] with gate, up [D, F] and down [F, D] -> [B, T, D]."""
-    hidden = jax.nn.silu(jnp.einsum("BTD,DF->BTF", x, gate)) * jnp.einsum("BTD,DF->BTF", x, up)
-    return jnp.einsum("BTF,FD->BTD", hidden, down)
+    """SiLU-gated feed-forward without biases: [B, T, D] with gate, up [F, D] and down [D, F] -> [B, T, D]."""
+    hidden = jax.nn.silu(contract("BTD,FD->BTF", x, gate)) * contract("BTD,FD->BTF", x, up)
+    return contract("BTF,DF->BTD", hidden, down)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

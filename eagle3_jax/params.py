@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
@@ -23,13 +22,13 @@ class ParamSpec:
     """One parameter.
 
     Attributes:
-      shape: in our layout, input dimensions first.
+      shape: in our layout: of a linear map, output dimensions first, then input dimensions. That is torch's [out, in]
+        with heads split off, so a file's tensor only needs a reshape, and a tied embedding serves as the head as is.
       axes: a logical axis name for each dimension.
       name: the tensor's name in a safetensors file.
       init: "normal" (mean 0, standard deviation `scale`), "ones" or "zeros".
       scale: standard deviation of "normal".
-      inputs: how many leading dimensions are the input of a linear map, which files hold as torch does, [out, in];
-        0 for tensors that are stored as they are.
+      inputs: how many trailing dimensions are the input of a linear map, which files hold as one; 0 for other tensors.
     """
 
     shape: tuple[int, ...]
@@ -44,17 +43,8 @@ class ParamSpec:
         """Shape of the tensor in the file."""
         if not self.inputs:
             return self.shape
-        return (math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs]))
-
-    def from_file(self, array: np.ndarray) -> np.ndarray:
-        """Turn the tensor of the file into our layout; a view where possible."""
-        return (array.T if self.inputs else array).reshape(self.shape)
-
-    def to_file(self, array: np.ndarray) -> np.ndarray:
-        """Inverse of `from_file`, contiguous."""
-        if self.inputs:
-            array = array.reshape(self.file_shape[::-1]).T
-        return np.ascontiguousarray(array)
+        outputs = len(self.shape) - self.inputs
+        return (math.prod(self.shape[:outputs]), math.prod(self.shape[outputs:]))
 
 
 def is_spec(leaf: Any) -> bool:

@@ -15,7 +15,7 @@ from flax import struct
 from eagle3_jax.attention import Segment, attend
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.layers import rms_norm, rope_table, rotate, swiglu
+from eagle3_jax.layers import contract, rms_norm, rope_table, rotate, swiglu
 from eagle3_jax.params import ParamSpec
 
 
@@ -49,7 +49,7 @@ class TargetParams:
       embed: [V, D].
       layers: one entry per layer (a tuple, not a stacked array: slicing a stack inside a decoding step copies it).
       norm: [D].
-      lm_head: [D, V]; of a tied model, the transposed embedding (see `tie_head`).
+      lm_head: [V, D]; of a tied model, the very array of `embed`.
     """
 
     embed: jax.Array
@@ -103,14 +103,14 @@ def target_specs(config: TargetConfig) -> TargetParams:
         attn, mlp = config.attention_bias, config.mlp_bias
         return TargetLayer(
             input_norm=norm("input_layernorm"),
-            q=linear("self_attn.q_proj", (d, n, h), ("embed", "heads", "head_dim")),
-            k=linear("self_attn.k_proj", (d, k, h), ("embed", "kv_heads", "head_dim")),
-            v=linear("self_attn.v_proj", (d, k, h), ("embed", "kv_heads", "head_dim")),
-            o=linear("self_attn.o_proj", (n, h, d), ("heads", "head_dim", "embed")),
+            q=linear("self_attn.q_proj", (n, h, d), ("heads", "head_dim", "embed")),
+            k=linear("self_attn.k_proj", (k, h, d), ("kv_heads", "head_dim", "embed")),
+            v=linear("self_attn.v_proj", (k, h, d), ("kv_heads", "head_dim", "embed")),
+            o=linear("self_attn.o_proj", (d, n, h), ("embed", "heads", "head_dim")),
             post_norm=norm("post_attention_layernorm"),
-            gate=linear("mlp.gate_proj", (d, f), ("embed", "mlp")),
-            up=linear("mlp.up_proj", (d, f), ("embed", "mlp")),
-            down=linear("mlp.down_proj", (f, d), ("mlp", "embed")),
+            gate=linear("mlp.gate_proj", (f, d), ("mlp", "embed")),
+            up=linear("mlp.up_proj", (f, d), ("mlp", "embed")),
+            down=linear("mlp.down_proj", (d, f), ("embed", "mlp")),
             q_bias=bias("self_attn.q_proj", attn, (n, h), ("heads", "head_dim")),
             k_bias=bias("self_attn.k_proj", attn, (k, h), ("kv_heads", "head_dim")),
             v_bias=bias("self_attn.v_proj", attn, (k, h), ("kv_heads", "head_dim")),
@@ -124,14 +124,8 @@ def target_specs(config: TargetConfig) -> TargetParams:
         embed=ParamSpec((config.vocab_size, d), ("vocab", "embed"), "model.embed_tokens.weight"),
         layers=tuple(layer(index) for index in range(config.num_layers)),
         norm=ParamSpec((d,), ("norm",), "model.norm.weight", init="ones"),
-        lm_head=ParamSpec((d, config.vocab_size), ("embed", "vocab"), "lm_head.weight", inputs=1),
+        lm_head=ParamSpec((config.vocab_size, d), ("vocab", "embed"), "lm_head.weight", inputs=1),
     )
-
-
-def tie_head(embed: jax.Array) -> jax.Array:
-    """The head of a tied model: [V, D] -> [D, V], a copy, since a product with [in, out] weights is what backends
-    stream fastest."""
-    return jnp.transpose(embed)
 
 
 def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -141,19 +135,19 @@ def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 def _attention_block(
     layer: TargetLayer, x: jax.Array, table: tuple[jax.Array, jax.Array], segments: Sequence[Segment], mask: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q = rotate(_bias(jnp.einsum("BTD,DNH->BTNH", x, layer.q), layer.q_bias), table)
-    k = rotate(_bias(jnp.einsum("BTD,DKH->BTKH", x, layer.k), layer.k_bias), table).transpose(0, 2, 1, 3)
-    v = _bias(jnp.einsum("BTD,DKH->BTKH", x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
+    q = rotate(_bias(contract("BTD,NHD->BTNH", x, layer.q), layer.q_bias), table)
+    k = rotate(_bias(contract("BTD,KHD->BTKH", x, layer.k), layer.k_bias), table).transpose(0, 2, 1, 3)
+    v = _bias(contract("BTD,KHD->BTKH", x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
     mixed = attend(q, [*segments, Segment(k, v, mask)])
-    return _bias(jnp.einsum("BTNH,NHD->BTD", mixed, layer.o), layer.o_bias), k, v
+    return _bias(contract("BTNH,DNH->BTD", mixed, layer.o), layer.o_bias), k, v
 
 
 def _mlp_block(layer: TargetLayer, x: jax.Array) -> jax.Array:
     if layer.gate_bias is None:
         return swiglu(x, layer.gate, layer.up, layer.down)
-    gate = _bias(jnp.einsum("BTD,DF->BTF", x, layer.gate), layer.gate_bias)
-    up = _bias(jnp.einsum("BTD,DF->BTF", x, layer.up), layer.up_bias)
-    return _bias(jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, layer.down), layer.down_bias)
+    gate = _bias(contract("BTD,FD->BTF", x, layer.gate), layer.gate_bias)
+    up = _bias(contract("BTD,FD->BTF", x, layer.up), layer.up_bias)
+    return _bias(contract("BTF,DF->BTD", jax.nn.silu(gate) * up, layer.down), layer.down_bias)
 
 
 def target_forward(
@@ -207,4 +201,4 @@ def target_forward(
 def target_logits(target: Target, hidden: jax.Array) -> jax.Array:
     """Logits over the vocabulary in fp32: [..., D] (after the final norm) -> [..., V]."""
     with jax.named_scope("lm_head"):
-        return jnp.einsum("...D,DV->...V", hidden, target.params.lm_head, preferred_element_type=jnp.float32)
+        return jnp.einsum("...D,VD->...V", hidden, target.params.lm_head, preferred_element_type=jnp.float32)

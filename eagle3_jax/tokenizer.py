@@ -187,7 +187,7 @@ def eos_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]
                 remedy="Correct the file.",
             )
         found.update(ids)
-    if tokenizer.eos_token_id is not None:
+    if isinstance(tokenizer.eos_token_id, int):
         found.add(tokenizer.eos_token_id)
     return tuple(sorted(found))
 
@@ -306,7 +306,7 @@ class TextStream:
         return settled
 
     def _is_byte(self, token: int) -> bool:
-        return bool(_BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token) or ""))
+        return bool(_BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
 
     def _shrink(self, text: str) -> None:
         """Forgets all but the last tokens; they must bring text of their own, which takes a leading strip upon it."""

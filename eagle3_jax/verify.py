@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from eagle3_jax.sampling import draw
+from eagle3_jax.sampling import draw, most_likely
 
 
 @struct.dataclass
@@ -73,7 +73,7 @@ def verify_greedy(tree: Tree, logits: jax.Array, max_depth: int) -> Verdict:
       max_depth: deepest level of any tree of this structure; P = max_depth + 1.
     """
     batch, nodes = tree.tokens.shape
-    choices = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    choices = most_likely(logits)
     places = jnp.arange(max_depth + 1, dtype=jnp.int32)[None]
 
     def visit(node: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import UserDict
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import chatml, llama3, sentencepiece
 
 from eagle3_jax.errors import InputError
 from eagle3_jax.tokenizer import (
@@ -25,6 +25,7 @@ from eagle3_jax.tokenizer import (
     plain_ids,
     text_ids,
 )
+from tests.tiny_tokenizers import chatml, llama3, sentencepiece
 
 SMOLLM2 = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 USER = [{"role": "user", "content": "Hello, how are you?"}]
@@ -109,6 +110,13 @@ def test_a_saved_tokenizer_loads_and_encodes_the_same(tmp_path):
     assert decode(loaded, plain_ids(loaded, "kind , is n't . it ?")) == "kind , is n't . it ?"
 
 
+def test_spaces_are_kept_also_where_the_folder_asks_to_clean_them_up(tmp_path):
+    chatml().save_pretrained(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"clean_up_tokenization_spaces": True}))
+    assert load_tokenizer(tmp_path).clean_up_tokenization_spaces is False
+
+
 def test_missing_or_broken_tokenizer_files_are_named(tmp_path):
     with pytest.raises(InputError, match="no such folder"):
         load_tokenizer(tmp_path / "absent")
@@ -120,6 +128,15 @@ def test_missing_or_broken_tokenizer_files_are_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def run_alone(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs code in its own process, since this one may have torch imported, and with a user's environment."""
+    root = Path(__file__).parents[1]
+    environment = {key: value for key, value in os.environ.items() if key != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
+    return subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, cwd=root, env=environment
+    )
+
+
 def test_loading_without_torch_works_and_prints_nothing(tmp_path):
     chatml().save_pretrained(tmp_path)
     code = (
@@ -129,7 +146,7 @@ def test_loading_without_torch_works_and_prints_nothing(tmp_path):
         "t = load_tokenizer(Path(sys.argv[1]))\n"
         "print(len(chat_ids(t, [{'role': 'user', 'content': 'hi'}], add_generation_prompt=True)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = run_alone(code, tmp_path)
     assert int(done.stdout) > 5
     assert done.stderr == ""
 
@@ -140,7 +157,7 @@ def test_loading_does_not_import_torch(tmp_path):
         "import sys\nfrom pathlib import Path\nfrom eagle3_jax.tokenizer import load_tokenizer\n"
         "load_tokenizer(Path(sys.argv[1])); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = run_alone(code, tmp_path)
     assert done.stdout.strip() == "False"
 
 
@@ -216,6 +233,9 @@ def test_the_stream_holds_back_the_beginning_of_a_stop_string_only_while_it_can_
     assert [stream.push(one), stream.push(one), stream.push(plain_ids(tokenizer, "a"))] == ["", "", "##a"]
     assert [stream.push(plain_ids(tokenizer, " b##")), stream.push(one), stream.push(one)] == [" b", "", ""]
     assert stream.finish() == ""
+    unstopped = TextStream(tokenizer, ["###"])
+    assert unstopped.push(plain_ids(tokenizer, "a##")) == "a"
+    assert unstopped.finish() == "##"
 
 
 def test_a_long_stream_stays_exact_and_re_decodes_few_tokens():
@@ -238,6 +258,17 @@ def test_a_long_stream_stays_exact_and_re_decodes_few_tokens():
     assert longest < 100
 
 
+def test_many_tokens_without_text_change_neither_the_stream_nor_the_search():
+    tokenizer = KINDS["sentencepiece"]
+    silent = [tokenizer.eos_token_id] * 70
+    ids = plain_ids(tokenizer, "a b " * 40 + "d") + silent + plain_ids(tokenizer, "a b")
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    assert whole.endswith("d a b")
+    assert "".join(pieces_of(TextStream(tokenizer), [[i] for i in ids])) == whole
+    count, text = find_stop(tokenizer, ids, ["d a"], 0)
+    assert (count, text) == (len(ids) - 1, whole.removesuffix("d a b"))
+
+
 def test_a_stop_across_a_token_border_is_found_and_an_earlier_part_counts():
     tokenizer = KINDS["chatml"]
     ids = plain_ids(tokenizer, "one two") + plain_ids(tokenizer, "three four")
@@ -255,6 +286,10 @@ def test_the_stop_string_complete_first_wins():
     ids = plain_ids(tokenizer, "abcd")
     assert find_stop(tokenizer, ids, ["abcd", "bc"], 0)[1] == "a"
     assert find_stop(tokenizer, ids, ["bc", "abc"], 0)[1] == ""
+    one_token = plain_ids(KINDS["sentencepiece"], "bcd")[-1:]
+    assert KINDS["sentencepiece"].decode(one_token) == "cd"
+    ids = plain_ids(KINDS["sentencepiece"], "bcd")
+    assert find_stop(KINDS["sentencepiece"], ids, ["bcd", "c"], 0) == (2, "b")
 
 
 @pytest.mark.parametrize("stop", ["", "a<|im_end|>"])

@@ -49,10 +49,8 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
 def tiny_bpe() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Vocabulary (specials first, as in SmolLM2; 320 entries) and merges, trained so that digits and spaces merge."""
     trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Split("#", behavior="removed")  # merges run over spaces, digits, all
-    trained.pre_tokenizer = pre_tokenizers.Sequence(
-        [trained.pre_tokenizer, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    # The corpus is one piece, so that merges run over spaces and digits, where the pre-tokenizers differ.
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     kept = VOCAB - len(SPECIALS) - 2
     trainer = trainers.BpeTrainer(
         vocab_size=kept, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, max_token_length=5

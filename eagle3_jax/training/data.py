@@ -128,6 +128,7 @@ class Markers:
     Attributes:
       header: what stands before a reply ("<|im_start|>assistant" and a newline).
       end_token: the token that ends a reply ("<|im_end|>"), `end_id` its id.
+      turn_ids: ids of the tokens that open and close turns; a reply has none of them inside.
       end_of_turn: what a finished reply is followed by, up to and including that token.
       tail: everything the template writes after a reply.
       bos: the token that opens a conversation and occurs nowhere else, or "".
@@ -136,6 +137,7 @@ class Markers:
     header: str
     end_token: str
     end_id: int
+    turn_ids: frozenset[int]
     end_of_turn: str
     tail: str
     bos: str
@@ -317,6 +319,7 @@ def find_markers(tokenizer: PreTrainedTokenizerBase) -> Markers:
         header=header,
         end_token=end_token,
         end_id=added[end_token],
+        turn_ids=frozenset(added.values()) & frozenset(plain_ids(tokenizer, closed + tail)),
         end_of_turn=tail[: start + len(end_token)],
         tail=tail,
         bos=str(bos) if opens_once else "",
@@ -372,8 +375,6 @@ def _text_cuts(row_text: str, markers: Markers) -> tuple[str, list[tuple[int, in
     while start >= 0:
         start += len(markers.header)
         end, following = text.find(markers.end_token, start), text.find(markers.header, start)
-        if following >= 0 and (end < 0 or following < end):
-            raise RowError("a reply without its end-of-turn token before the next one")
         if text[start : end if end >= 0 else None].strip():
             cuts.append((start, end + len(markers.end_token) if end >= 0 else len(text)))
         else:
@@ -410,8 +411,9 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, markers: Markers) -
         if not exact or not 0 < len(before) < len(upto):
             left_out += 1
             continue
-        if markers.end_id in upto[len(before) : -1]:
-            raise RowError("an end-of-turn token inside a reply")
+        reply = upto[len(before) :]
+        if not markers.turn_ids.isdisjoint(reply[:-1] if reply[-1] == markers.end_id else reply):
+            raise RowError("a token that opens or closes a turn inside a reply")
         count += 1
         spans[len(before) : len(upto)] = count
     if not count:

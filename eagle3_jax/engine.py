@@ -1,0 +1,352 @@
+"""Requests in, answers out: the host's side of decoding.
+
+The host pads prompts to buckets, admits a waiting request when a row is free, reads back the few integers that each
+round decides, and looks for stop strings, which only text can show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.cache import cache_bucket
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.draft import Draft
+from eagle3_jax.errors import InputError
+from eagle3_jax.generate import (
+    CONTEXT,
+    FINISH_REASONS,
+    LENGTH,
+    PREFILL_BUCKETS,
+    RUNNING,
+    DecodeState,
+    Structure,
+    admit,
+    decode_round,
+    empty_state,
+    prefill_chunk,
+)
+from eagle3_jax.sampling import Sampling
+from eagle3_jax.target import Target
+from eagle3_jax.tokenizer import find_stop
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and how to answer it.
+
+    Attributes:
+      tokens: the prompt's ids.
+      max_new_tokens: most tokens decided.
+      temperature: 0 is greedy.
+      top_k: 0 keeps all tokens.
+      top_p: 1 keeps all tokens.
+      seed: of this row's randomness.
+      stop: strings that end the answer.
+    """
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a request got.
+
+    Attributes:
+      index: the request's place in the list.
+      token_ids: the tokens decided, an end-of-sequence token included.
+      finish_reason: stop, length or context.
+      prompt_tokens: length of the prompt.
+      verification_passes: passes of the target after prefill.
+      accepted: drafts accepted in each round that no stop or limit cut short.
+      logprobs: of `token_ids`; empty unless asked for.
+      seconds: from admission to the last token.
+      first_token_seconds: from admission to the first.
+      stopped_text: the text before a stop string, if one ended the answer.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    verification_passes: int
+    accepted: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    seconds: float
+    first_token_seconds: float
+    stopped_text: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Tokens just decided for a request; `answer` is set with the last of them."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    answer: Answer | None = None
+
+
+def check_request(request: Request, config: TargetConfig, index: int = 0) -> None:
+    """Refuse a request that cannot be answered.
+
+    Raises:
+      InputError: an empty prompt, a prompt that leaves no room in the context, an id outside the vocabulary, or a
+        sampling value out of range.
+    """
+    where = f"prompt {index}"
+    length, limit = len(request.tokens), config.context_limit
+    if not length:
+        raise InputError(expected=f"at least one token in {where}", found="an empty prompt", remedy="Give some text.")
+    if length >= limit:
+        raise InputError(
+            expected=f"{where} to leave room for an answer in the target's context of {limit} tokens",
+            found=f"{length} tokens",
+            remedy="Shorten the prompt.",
+        )
+    if min(request.tokens) < 0 or max(request.tokens) >= config.vocab_size:
+        raise InputError(
+            expected=f"token ids from 0 to {config.vocab_size - 1} in {where}",
+            found=f"{max(request.tokens)}" if min(request.tokens) >= 0 else f"{min(request.tokens)}",
+            remedy="The tokenizer is not this target's.",
+        )
+    for name, holds, rule in (
+        ("max_new_tokens", request.max_new_tokens >= 1, "at least 1"),
+        ("temperature", request.temperature >= 0, "0 (greedy) or more"),
+        ("top_k", request.top_k >= 0, "0 (all tokens) or more"),
+        ("top_p", 0 < request.top_p <= 1, "above 0 and at most 1"),
+    ):
+        if not holds:
+            raise InputError(expected=f"{name} {rule}", found=str(getattr(request, name)), remedy="Correct the value.")
+
+
+def structure_for(requests: Sequence[Request], draft_length: int, *, logprobs: bool = False) -> Structure:
+    """The one structure that serves all requests.
+
+    Raises:
+      InputError: greedy and sampled requests mixed.
+    """
+    greedy = {request.temperature == 0 for request in requests}
+    if len(greedy) > 1:
+        raise InputError(
+            expected="requests that are all greedy (temperature 0) or all sampled",
+            found="both",
+            remedy="Decode them in two calls.",
+        )
+    sampled = not greedy.pop()
+    filters = sampled and any(request.top_k > 0 or request.top_p < 1 for request in requests)
+    return Structure(draft_length=draft_length, greedy=not sampled, filters=filters, logprobs=logprobs)
+
+
+def sampling_of(requests: Sequence[Request]) -> Sampling:
+    """Per-row sampling values; a greedy row's temperature is 1, which nothing reads."""
+    column = lambda values, dtype: jnp.asarray(np.asarray(list(values), dtype))
+    return Sampling(
+        temperature=column((request.temperature or 1.0 for request in requests), np.float32),
+        top_k=column((request.top_k for request in requests), np.int32),
+        top_p=column((request.top_p for request in requests), np.float32),
+        seed=column((request.seed % 2**32 for request in requests), np.uint32),
+    )
+
+
+def cache_length_for(requests: Sequence[Request], config: TargetConfig, draft_length: int) -> int:
+    """The cache bucket that holds every request's prompt, answer and one block."""
+    block = draft_length + 1
+    needed = max(
+        min(len(request.tokens) + request.max_new_tokens, config.context_limit) + block for request in requests
+    )
+    return cache_bucket(needed, config.context_limit + block)
+
+
+def prefill(
+    target: Target,
+    draft: Draft | None,
+    request: Request,
+    eos: jax.Array,
+    *,
+    structure: Structure,
+    cache_length: int,
+) -> DecodeState:
+    """Read a prompt into a state of one row and decide its first token.
+
+    The prompt runs in chunks of the largest bucket; the last chunk is padded to the smallest bucket that holds it.
+    """
+    room = target.config.context_limit - len(request.tokens)
+    state = empty_state(target, draft, batch=1, cache_length=cache_length, structure=structure)
+    row = lambda value: jnp.asarray([value], jnp.int32)
+    state = state.replace(
+        remaining=row(min(request.max_new_tokens, room)),
+        limit_reason=row(LENGTH if request.max_new_tokens <= room else CONTEXT),
+        reason=row(RUNNING),
+    )
+    sampling = sampling_of([request])
+    prompt = np.asarray(request.tokens, np.int32)
+    largest = PREFILL_BUCKETS[-1]
+    for start in range(0, prompt.size, largest):
+        chunk = prompt[start : start + largest]
+        final = start + largest >= prompt.size
+        bucket = next(size for size in PREFILL_BUCKETS if size >= chunk.size)
+        tokens, following = np.zeros((2, 1, bucket), np.int32)
+        tokens[0, : chunk.size] = chunk
+        after = prompt[start + 1 : start + largest + 1]
+        following[0, : after.size] = after
+        state = prefill_chunk(
+            target, draft, state, jnp.asarray(tokens), jnp.asarray(following), row(chunk.size), row(after.size),
+            sampling, eos, structure=structure,
+        )  # fmt: skip
+        if not final:
+            # A chunk inside the prompt has decided nothing yet.
+            state = state.replace(reason=row(RUNNING))
+    return state.replace(remaining=state.remaining - state.count)
+
+
+@dataclasses.dataclass
+class _Row:
+    """The host's record of a request that is being answered."""
+
+    index: int
+    request: Request
+    began: float
+    first: float = 0.0
+    ids: list[int] = dataclasses.field(default_factory=list)
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    passes: int = 0
+
+
+def pad_eos(eos: Sequence[int]) -> jax.Array:
+    """End-of-sequence ids as an array of fixed length, padded with -1, so that their number never recompiles."""
+    length = max(8, len(eos))
+    return jnp.asarray(list(eos) + [-1] * (length - len(eos)), jnp.int32)
+
+
+def decode(
+    target: Target,
+    draft: Draft | None,
+    requests: Sequence[Request],
+    *,
+    draft_length: int = 0,
+    batch: int = 1,
+    eos: Sequence[int] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    logprobs: bool = False,
+) -> Iterator[Event]:
+    """Answer requests, `batch` at a time; a waiting one takes the place of a row that is done.
+
+    Args:
+      target: the model.
+      draft: its draft; required iff `draft_length` > 0.
+      requests: all greedy or all sampled.
+      draft_length: W, tokens drafted a round; 0 is plain decoding.
+      batch: rows decoded together.
+      eos: end-of-sequence ids; empty ignores them.
+      tokenizer: needed for stop strings.
+      logprobs: also return the target's log-probabilities.
+
+    Yields:
+      An `Event` for every request and round that decided tokens, in the order in which they were decided.
+
+    Raises:
+      InputError: before anything is computed, for any request that cannot be answered.
+    """
+    for index, request in enumerate(requests):
+        check_request(request, target.config, index)
+    if (draft_length > 0) != (draft is not None):
+        raise InputError(
+            expected="a draft exactly when draft_length is above 0",
+            found=f"draft_length {draft_length} {'with' if draft is not None else 'without'} a draft",
+            remedy="Pass both or neither.",
+        )
+    if not requests:
+        return
+    structure = structure_for(requests, draft_length, logprobs=logprobs)
+    cache_length = cache_length_for(requests, target.config, draft_length)
+    batch = min(batch, len(requests))
+    ends = pad_eos(eos)
+    waiting = list(enumerate(requests))[::-1]
+    rows: list[_Row | None] = [None] * batch
+    state = empty_state(target, draft, batch=batch, cache_length=cache_length, structure=structure)
+    # Rows start out free; their sampling values are placeholders until a request takes them.
+    held = [requests[0]] * batch
+    sampling = sampling_of(held)
+    while waiting or any(rows):
+        for place in range(batch):
+            while rows[place] is None and waiting:
+                index, request = waiting.pop()
+                row = _Row(index, request, time.perf_counter())
+                one = prefill(target, draft, request, ends, structure=structure, cache_length=cache_length)
+                event = _collect(row, one, 0, tokenizer)
+                row.first = time.perf_counter() - row.began
+                yield event
+                if event.answer is None:
+                    rows[place] = row
+                    held[place] = request
+                    state = one if batch == 1 else admit(state, one, jnp.int32(place))
+                    sampling = sampling_of(held)
+        if not any(rows):
+            continue
+        state = decode_round(target, draft, state, sampling, ends, structure=structure)
+        free = []
+        for place, row in enumerate(rows):
+            if row is not None:
+                row.passes += 1
+                event = _collect(row, state, place, tokenizer)
+                if event.answer is not None:
+                    rows[place] = None
+                    free.append(place)
+                yield event
+        if free and batch > 1:
+            # A row ended by a stop string is still running as far as the device knows.
+            state = state.replace(reason=state.reason.at[jnp.asarray(free)].set(LENGTH))
+
+
+def _collect(row: _Row, state: DecodeState, place: int, tokenizer: PreTrainedTokenizerBase | None) -> Event:
+    """Read what the last round (or prefill) decided for a row; end the row if it is done."""
+    count, reason = int(state.count[place]), int(state.reason[place])
+    new = np.asarray(state.tokens)[place, :count].tolist()
+    accepted = int(state.accepted[place])
+    whole = count == accepted + 1
+    before = len(row.ids)
+    row.ids += new
+    row.logprobs += np.asarray(state.logprobs)[place, :count].tolist()
+    stopped_text = None
+    if row.request.stop and tokenizer is not None:
+        hit = find_stop(tokenizer, row.ids, row.request.stop, before)
+        if hit is not None:
+            kept, stopped_text = hit
+            whole = whole and kept == len(row.ids)
+            del row.ids[kept:], row.logprobs[kept:]
+            reason = next(key for key, name in FINISH_REASONS.items() if name == "stop")
+    if row.passes and whole:
+        row.accepted.append(accepted)
+    fresh = tuple(row.ids[before:])
+    if reason == RUNNING:
+        return Event(row.index, fresh)
+    seconds = time.perf_counter() - row.began
+    answer = Answer(
+        index=row.index,
+        token_ids=tuple(row.ids),
+        finish_reason=FINISH_REASONS[reason],
+        prompt_tokens=len(row.request.tokens),
+        verification_passes=row.passes,
+        accepted=tuple(row.accepted),
+        logprobs=tuple(row.logprobs) if any(row.logprobs) else (),
+        seconds=seconds,
+        first_token_seconds=row.first or seconds,
+        stopped_text=stopped_text,
+    )
+    return Event(row.index, fresh, answer)

@@ -1,0 +1,144 @@
+"""Checkpoints of a training run, through orbax: whole or absent, latest and best kept, resumed exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from eagle3_jax.checkpoint import replace_file
+from eagle3_jax.config import DraftConfig
+from eagle3_jax.errors import InputError
+from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.step import TrainState
+from eagle3_jax.vocab import DraftVocab, vocab_from_ids
+
+RUN_FILE = "run.json"
+# A run may be resumed with other values of these; every other field decides what the numbers would have been.
+_FREE_FIELDS = ("output", "eval_every", "save_every", "log_every", "keep")
+
+
+class RunFolder:
+    """A run's folder: `run.json` (config, draft config, draft vocabulary), `metrics.jsonl`, `checkpoints/`."""
+
+    def __init__(self, folder: Path, *, keep: int = 2):
+        self.folder = folder
+        self._manager: ocp.CheckpointManager | None = None
+        self._keep = keep
+
+    @property
+    def exists(self) -> bool:
+        """Whether the folder holds a run."""
+        return (self.folder / RUN_FILE).exists()
+
+    @property
+    def metrics(self) -> Path:
+        """The JSONL log."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def manager(self) -> ocp.CheckpointManager:
+        """Orbax's manager, made when first needed."""
+        if self._manager is None:
+            best = policies.BestN(
+                get_metric_fn=lambda metrics: metrics["joint"], n=1, keep_checkpoints_without_metrics=False
+            )
+            policy = policies.AnyPreservationPolicy([policies.LatestN(self._keep), best])
+            self._manager = ocp.CheckpointManager(
+                (self.folder / "checkpoints").absolute(),
+                options=ocp.CheckpointManagerOptions(preservation_policy=policy, enable_async_checkpointing=False),
+            )
+        return self._manager
+
+    def start(self, config: TrainConfig, draft: DraftConfig, vocab: DraftVocab) -> None:
+        """Record what the run is, before its first update."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "config": dataclasses.asdict(config),
+            "draft": draft.to_hf(),
+            "draft_vocab": np.asarray(vocab.d2t).tolist(),
+        }
+        replace_file(self.folder / RUN_FILE, lambda part: part.write_text(json.dumps(record) + "\n", encoding="utf-8"))
+
+    def read(self) -> tuple[dict[str, Any], DraftConfig, DraftVocab]:
+        """The run's config (as JSON), draft config and draft vocabulary.
+
+        Raises:
+          InputError: no run in the folder.
+        """
+        path = self.folder / RUN_FILE
+        if not path.exists():
+            raise InputError(
+                expected=f"a training run at {self.folder}, with {RUN_FILE}",
+                found="nothing there" if not self.folder.exists() else "a folder without it",
+                remedy="Pass the output folder of `eagle3-jax train`.",
+            )
+        record = json.loads(path.read_text(encoding="utf-8"))
+        draft = DraftConfig.from_hf(record["draft"], str(path))
+        return record["config"], draft, vocab_from_ids(np.asarray(record["draft_vocab"]), draft.vocab_size, str(path))
+
+    def check_same(self, config: TrainConfig) -> None:
+        """Refuse to continue a run under a config that would have led elsewhere.
+
+        Raises:
+          InputError: naming the fields that differ.
+        """
+        recorded, _, _ = self.read()
+        given = json.loads(json.dumps(dataclasses.asdict(config)))
+        differing = [name for name in given if name not in _FREE_FIELDS and recorded.get(name) != given[name]]
+        if differing:
+            raise InputError(
+                expected=f"the config that the run in {self.folder} was started with",
+                found="; ".join(f"{name} {given[name]} instead of {recorded.get(name)}" for name in differing),
+                remedy="Resume with the same values, or choose another --output.",
+            )
+
+    def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
+        """Save a state under its update number; a save that is cut off is never taken for one."""
+        update = int(state.update)
+        if update not in self.manager.all_steps():
+            self.manager.save(update, args=ocp.args.StandardSave(state), metrics=metrics)
+            self.manager.wait_until_finished()
+
+    def latest(self) -> int | None:
+        """Update number of the newest whole checkpoint."""
+        return self.manager.latest_step()
+
+    def restore(self, abstract: TrainState, step: int | str = "latest") -> TrainState:
+        """Read a state.
+
+        Args:
+          abstract: a tree of `jax.ShapeDtypeStruct`.
+          step: an update number, "latest" or "best".
+
+        Raises:
+          InputError: no such checkpoint.
+        """
+        steps = self.manager.all_steps()
+        chosen = self.manager.latest_step() if step == "latest" else step
+        if step == "best":
+            chosen = self.manager.best_step() or self.manager.latest_step()
+        if chosen not in steps:
+            raise InputError(
+                expected=f"checkpoint {step} in {self.folder}",
+                found=f"updates {', '.join(map(str, sorted(steps)))}" if steps else "no whole checkpoint",
+                remedy="Choose one of these, or train further.",
+            )
+        return self.manager.restore(int(chosen), args=ocp.args.StandardRestore(abstract))
+
+    def close(self) -> None:
+        """Release orbax's threads."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+
+def abstract_state(state: TrainState) -> TrainState:
+    """Shapes and types of a state, to restore into."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)

@@ -1,0 +1,220 @@
+"""What a training run is, as one frozen dataclass; files under configs/ build it, the command line overrides fields."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optax
+
+from eagle3_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+      target: the target's folder.
+      output: the run's folder: checkpoints, log, config.
+      data: jsonl files whose assistant replies are learnt, when the target runs in the loop.
+      features: folders of `eagle3-jax data features`; when given, the target's layers are not run and `data` is unused.
+      held_out_rows: rows never trained on, for evaluation.
+      draft_vocab_size: C.
+      taps: boundaries; empty means the paper's default for the target.
+      rope_theta: the draft's own rotary base.
+      fc_norm, norm_output, norm_before_residual: see `DraftConfig`.
+      row_length: T, tokens of a packed row.
+      batch_rows: rows in one forward and backward pass.
+      accumulation: passes in one update.
+      updates: optimiser updates in all.
+      schedule: (updates, unrolled steps) in order; the updates must add up to `updates`.
+      step_decay: weight of step s is step_decay^s.
+      learning_rate: the peak.
+      warmup: updates of linear rise.
+      final_learning_rate: what the cosine decays to at the last update.
+      betas, weight_decay, clip: AdamW's, and the bound on the global gradient norm.
+      seed: of the initial weights and the order of rows.
+      eval_every, save_every, log_every: in updates.
+      keep: checkpoints kept besides the best.
+    """
+
+    target: str
+    output: str
+    data: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    held_out_rows: int = 24
+    draft_vocab_size: int = 8192
+    taps: tuple[int, ...] = ()
+    rope_theta: float = 10000.0
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    row_length: int = 512
+    batch_rows: int = 4
+    accumulation: int = 1
+    updates: int = 1000
+    schedule: tuple[tuple[int, int], ...] = ((1000, 7),)
+    step_decay: float = 0.8
+    learning_rate: float = 1e-4
+    warmup: int = 50
+    final_learning_rate: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    seed: int = 0
+    eval_every: int = 200
+    save_every: int = 200
+    log_every: int = 10
+    keep: int = 2
+
+    def check(self) -> None:
+        """Refuse what could only fail later, or fail silently.
+
+        Raises:
+          InputError: naming the field.
+        """
+        total = sum(updates for updates, _ in self.schedule)
+        self._require(total == self.updates, "schedule", f"phases that add up to updates = {self.updates}", str(total))
+        steps = [step for _, step in self.schedule]
+        self._require(min(steps, default=0) >= 1, "schedule", "at least one step in every phase", str(self.schedule))
+        self._require(
+            0 <= self.warmup < self.updates,
+            "warmup",
+            f"a warm-up shorter than the run of {self.updates}",
+            str(self.warmup),
+        )
+        self._require(bool(self.data or self.features), "data", "data files, or folders of features", "neither")
+        for name in ("row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep"):
+            self._require(getattr(self, name) >= 1, name, "at least 1", str(getattr(self, name)))
+        self._require(
+            self.learning_rate >= self.final_learning_rate >= 0,
+            "final_learning_rate",
+            f"between 0 and learning_rate = {self.learning_rate}",
+            str(self.final_learning_rate),
+        )
+
+    def _require(self, holds: bool, field: str, expected: str, found: str) -> None:
+        if not holds:
+            raise InputError(expected=f"{field}: {expected}", found=found, remedy=f"Set --{field}.")
+
+    def steps_at(self, update: int) -> int:
+        """Unrolled steps of an update, counted from 0."""
+        for updates, steps in self.schedule:
+            if update < updates:
+                return steps
+            update -= updates
+        return self.schedule[-1][1]
+
+    def learning_rates(self) -> optax.Schedule:
+        """Linear warm-up, then a cosine that reaches `final_learning_rate` at the last update, whatever the length."""
+        decay = optax.cosine_decay_schedule(
+            self.learning_rate,
+            max(1, self.updates - 1 - self.warmup),
+            alpha=self.final_learning_rate / self.learning_rate if self.learning_rate else 0.0,
+        )
+        if not self.warmup:
+            return decay
+        rise = optax.linear_schedule(self.learning_rate / self.warmup, self.learning_rate, self.warmup)
+        return optax.join_schedules([rise, decay], [self.warmup])
+
+    @property
+    def max_steps(self) -> int:
+        """The most unrolled steps of any phase."""
+        return max(steps for _, steps in self.schedule)
+
+
+def load_config(path: Path) -> TrainConfig:
+    """Run a config file and call its `config()`.
+
+    Raises:
+      InputError: no such file, or no function `config` that returns a `TrainConfig`.
+    """
+    if not path.is_file():
+        known = sorted(str(other) for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise InputError(
+            expected=f"a config file at {path}",
+            found="nothing there",
+            remedy=f"Known ones: {', '.join(known)}." if known else "Configs are Python files under configs/.",
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    make = getattr(module, "config", None)
+    result = make() if callable(make) else None
+    if not isinstance(result, TrainConfig):
+        raise InputError(
+            expected=f"a function config() -> TrainConfig in {path}",
+            found="none" if make is None else f"{type(result).__name__}",
+            remedy="See configs/ for examples.",
+        )
+    return result
+
+
+def override(config: TrainConfig, changes: Mapping[str, str]) -> TrainConfig:
+    """Replace fields by values given as text on the command line.
+
+    Raises:
+      InputError: an unknown field, with the nearest names; a value of another type.
+    """
+    hints = typing.get_type_hints(TrainConfig)
+    values: dict[str, Any] = {}
+    for name, text in changes.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1)
+            raise InputError(
+                expected="the name of a TrainConfig field",
+                found=f"--{name}",
+                remedy=f"Did you mean --{near[0]}?" if near else f"Fields: {', '.join(hints)}.",
+            )
+        values[name] = _parse(name, text, hints[name])
+    return dataclasses.replace(config, **values)
+
+
+def _parse(name: str, text: str, kind: Any) -> Any:
+    if kind is str:
+        return text
+    if kind == tuple[str, ...]:
+        return tuple(part for part in text.split(",") if part)
+    if kind is bool:
+        options = {"true": True, "false": False, "1": True, "0": False}
+        if text.lower() in options:
+            return options[text.lower()]
+        raise _wrong(name, text, "true or false")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise _wrong(name, text, str(kind)) from None
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if not _matches(value, kind):
+        raise _wrong(name, text, str(kind))
+    return value
+
+
+def _matches(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is not tuple:
+        return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+    parts: Sequence[Any] = typing.get_args(kind)
+    if not isinstance(value, tuple):
+        return False
+    if len(parts) == 2 and isinstance(parts[1], types.EllipsisType):
+        return all(_matches(item, parts[0]) for item in value)
+    return len(value) == len(parts) and all(_matches(item, part) for item, part in zip(value, parts))
+
+
+def _wrong(name: str, text: str, kind: str) -> InputError:
+    return InputError(
+        expected=f"--{name} to be {kind}",
+        found=repr(text),
+        remedy="Tuples are written as in Python, e.g. '((100,1),(50,7))'.",
+    )

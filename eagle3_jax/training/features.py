@@ -1,0 +1,212 @@
+"""The target's features of packed rows: computed once to disk, or in the training loop.
+
+A features folder holds the rows themselves and, for each of their tokens, the tapped states and the final hidden state
+in bf16 and the target's argmax, so that training needs neither the target's layers nor the data files. Rows are read
+through a memory map, in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from eagle3_jax.checkpoint import SafetensorsFile, fingerprint, replace_file
+from eagle3_jax.errors import InputError
+from eagle3_jax.target import Target
+from eagle3_jax.training.packing import Packed
+from eagle3_jax.training.step import target_features
+
+logger = logging.getLogger(__name__)
+
+META_FILE = "features.json"
+ROWS_FILE = "rows.safetensors"
+SHARD_ROWS = 128
+ROW_ARRAYS = ("tokens", "spans", "documents", "positions")
+Row = dict[str, np.ndarray]
+
+
+def _shard(index: int) -> str:
+    return f"features-{index:05d}.safetensors"
+
+
+def write_features(
+    folder: Path,
+    packed: Packed,
+    target: Target,
+    taps: tuple[int, ...],
+    *,
+    batch: int = 4,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Run the target over packed rows and write their features; continue where an interrupted run stopped.
+
+    Args:
+      folder: created if need be.
+      packed: the rows.
+      target: the model, in the precision to compute in.
+      taps: boundaries whose states are stored.
+      batch: rows in one forward pass.
+      progress: called with the rows done and the rows in all.
+
+    Raises:
+      InputError: the folder holds features of other rows, taps or another target; a feature is not finite.
+    """
+    rows = {name: np.ascontiguousarray(getattr(packed, name)) for name in ROW_ARRAYS}
+    count, length = rows["tokens"].shape
+    meta = {
+        "rows": count,
+        "row_length": length,
+        "taps": list(taps),
+        "hidden_size": target.config.hidden_size,
+        "target_fingerprint": fingerprint(target),
+        "tokens_sum": int(rows["tokens"].sum(dtype=np.int64)),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / META_FILE
+    if path.exists():
+        found = {key: value for key, value in json.loads(path.read_text()).items() if key != "complete"}
+        if found != meta:
+            differing = ", ".join(key for key in meta if found.get(key) != meta[key])
+            raise InputError(
+                expected=f"an empty folder, or the beginning of the same features, at {folder}",
+                found=f"features that differ in {differing}",
+                remedy="Choose another folder or delete this one.",
+            )
+    else:
+        replace_file(folder / ROWS_FILE, lambda part: save_file(rows, part))
+        _write_meta(path, meta | {"complete": False})
+    for index, start in enumerate(range(0, count, SHARD_ROWS)):
+        stop = min(start + SHARD_ROWS, count)
+        if not (folder / _shard(index)).exists():
+            shard = _compute({name: array[start:stop] for name, array in rows.items()}, target, taps, batch, start)
+            replace_file(folder / _shard(index), lambda part, shard=shard: save_file(shard, part))
+        progress(stop, count)
+    _write_meta(path, meta | {"complete": True})
+
+
+def _write_meta(path: Path, meta: dict[str, Any]) -> None:
+    replace_file(path, lambda part: part.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8"))
+
+
+def _compute(rows: Row, target: Target, taps: tuple[int, ...], batch: int, first: int) -> dict[str, np.ndarray]:
+    parts: dict[str, list[np.ndarray]] = {"taps": [], "hidden": [], "argmax": []}
+    count = rows["tokens"].shape[0]
+    for start in range(0, count, batch):
+        # The last batch is filled up with its own first row, so that one program serves all.
+        index = np.minimum(np.arange(start, start + batch), count - 1)
+        arrays = (jnp.asarray(rows[name][index]) for name in ("tokens", "documents", "positions"))
+        tapped, hidden, argmax = target_features(target, *arrays, taps=taps)
+        keep = min(batch, count - start)
+        for name, value in (("taps", tapped), ("hidden", hidden)):
+            array = np.asarray(value)[:keep]
+            if not np.isfinite(array).all():
+                row = first + start + int(np.argmin(np.isfinite(array).all(axis=(1, 2))))
+                raise InputError(
+                    expected="finite features",
+                    found=f"nan or inf in the target's {name} of row {row}",
+                    remedy="Check the target's weights; run it in fp32.",
+                )
+            parts[name].append(array.astype(ml_dtypes.bfloat16))
+        parts["argmax"].append(np.asarray(argmax)[:keep])
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+class Rows(Sequence[Row]):
+    """Packed rows without features: a sequence of dictionaries of [T] arrays."""
+
+    def __init__(self, packed: Packed):
+        self._arrays = {name: getattr(packed, name) for name in ROW_ARRAYS}
+
+    def __len__(self) -> int:
+        return self._arrays["tokens"].shape[0]
+
+    def __getitem__(self, index: Any) -> Row:
+        return {name: array[index] for name, array in self._arrays.items()}
+
+
+class FeatureRows(Sequence[Row]):
+    """Rows of a features folder: dictionaries of `tokens`, `spans`, `documents`, `positions`, `argmax` [T] and
+    `taps` [T, A*D], `hidden` [T, D] in bf16.
+
+    Raises:
+      InputError: no such folder, features that were not finished, or made by another target or for other taps.
+    """
+
+    def __init__(self, folder: Path, *, taps: tuple[int, ...], target_fingerprint: str, row_length: int):
+        path = folder / META_FILE
+        if not path.exists():
+            raise InputError(
+                expected=f"a features folder at {folder}, with {META_FILE}",
+                found="nothing there" if not folder.exists() else "a folder without it",
+                remedy="Write one with `eagle3-jax data features`.",
+            )
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        wanted = {
+            "complete": True,
+            "taps": list(taps),
+            "target_fingerprint": target_fingerprint,
+            "row_length": row_length,
+        }
+        for key, value in wanted.items():
+            if meta.get(key) != value:
+                raise InputError(
+                    expected=f"features with {key} {value} in {folder}",
+                    found=f"{meta.get(key)}",
+                    remedy="Run `eagle3-jax data features` with this config (it continues unfinished features).",
+                )
+        self._rows = SafetensorsFile(folder / ROWS_FILE)
+        self._count = int(meta["rows"])
+        shards = -(-self._count // SHARD_ROWS)
+        self._shards = [SafetensorsFile(folder / _shard(index)) for index in range(shards)]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Row:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        row = {name: self._rows[name][index] for name in ROW_ARRAYS}
+        shard = self._shards[index // SHARD_ROWS]
+        return row | {name: shard[name][index % SHARD_ROWS] for name in ("taps", "hidden", "argmax")}
+
+
+class Joined(Sequence[Row]):
+    """Several sequences of rows, one after another."""
+
+    def __init__(self, parts: Sequence[Sequence[Row]]):
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: Any) -> Row:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._parts[part][index - (int(self._ends[part - 1]) if part else 0)]
+
+
+def tap_scales(taps: np.ndarray, documents: np.ndarray, count: int) -> np.ndarray:
+    """Median RMS per token of each tap: taps [R, T, A*D], documents [R, T] (0 is padding) -> [A] fp32.
+
+    The median, since a few attention-sink tokens are hundreds of times larger than the rest.
+    """
+    real = taps.astype(np.float32)[documents > 0]
+    parts = real.reshape(real.shape[0], count, -1)
+    return np.median(np.sqrt(np.mean(np.square(parts), axis=-1)), axis=0)
+
+
+def features_in_loop(target: Target, taps: tuple[int, ...], rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Add the target's features to a micro-batch of rows [B, T]."""
+    tapped, hidden, argmax = target_features(target, rows["tokens"], rows["documents"], rows["positions"], taps=taps)
+    return rows | {"taps": tapped, "hidden": hidden, "argmax": argmax}

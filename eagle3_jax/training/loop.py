@@ -1,0 +1,341 @@
+"""The training loop: rows in, a draft out, resumable at any update."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.checkpoint import fingerprint, load_target
+from eagle3_jax.config import DraftConfig, RopeConfig
+from eagle3_jax.draft import Draft, DraftParams, draft_specs
+from eagle3_jax.metrics import teacher_forced
+from eagle3_jax.params import count_params, init_params
+from eagle3_jax.target import Target
+from eagle3_jax.tokenizer import eos_ids, load_tokenizer
+from eagle3_jax.training.checkpoint import RunFolder, abstract_state
+from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.data import encode_file
+from eagle3_jax.training.features import FeatureRows, Joined, Row, Rows, features_in_loop, tap_scales
+from eagle3_jax.training.loss import Batch, StepSums
+from eagle3_jax.training.packing import Packed, pack
+from eagle3_jax.training.step import Teacher, TrainState, make_eval_step, make_optimizer, make_train_step
+from eagle3_jax.vocab import DraftVocab, most_frequent, vocab_from_ids
+
+logger = logging.getLogger(__name__)
+
+SCALE_ROWS = 16  # rows that the taps' scales are measured on
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+      updates: done in all.
+      finished: False when it was interrupted; the run can be resumed.
+      evaluation: the last held-out metrics.
+    """
+
+    updates: int
+    finished: bool
+    evaluation: dict[str, Any]
+
+
+def packed_rows(config: TrainConfig) -> Packed:
+    """Read the data files, encode them with the target's tokenizer and pack them; reports go to the log."""
+    tokenizer = load_tokenizer(Path(config.target))
+    encoded = []
+    for name in config.data:
+        documents, report = encode_file(Path(name), tokenizer, max_length=config.row_length)
+        logger.info("%s: %s", name, report)
+        encoded += documents
+    packed = pack(encoded, row_length=config.row_length, seed=config.seed)
+    logger.info("%s", packed)
+    return packed
+
+
+def _open_rows(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> Sequence[Row]:
+    if not config.features:
+        return Rows(packed_rows(config))
+    mark = fingerprint(target)
+    folders = [Path(name) for name in config.features]
+    return Joined(
+        [FeatureRows(folder, taps=taps, target_fingerprint=mark, row_length=config.row_length) for folder in folders]
+    )
+
+
+def choose_vocab(rows: Sequence[Row], size: int, vocab_size: int, always: tuple[int, ...]) -> tuple[DraftVocab, float]:
+    """The most frequent supervised tokens, and the share of supervised tokens that they cover."""
+    counts = np.zeros(vocab_size, np.int64)
+    for index in range(len(rows)):
+        row = rows[index]
+        counts += np.bincount(row["tokens"][row["spans"] > 0], minlength=vocab_size)
+    ids = most_frequent(counts, size, always)
+    return vocab_from_ids(ids, vocab_size), float(counts[ids].sum() / max(1, counts.sum()))
+
+
+def initial_params(
+    config: DraftConfig, target: Target, vocab: DraftVocab, scales: np.ndarray, key: jax.Array
+) -> DraftParams:
+    """Starting weights: random, but for what the target already knows.
+
+    The head starts as the target's rows of the draft vocabulary, the final norm as the target's. The fusion is drawn so
+    that each tap contributes with the same variance and the feature has an RMS of about 1: raw taps differ tenfold in
+    scale, and a uniform draw would let the highest drown the others.
+
+    Args:
+      config: the draft's.
+      target: gives head and norm (when the widths agree).
+      vocab: the draft vocabulary.
+      scales: [A], typical RMS of each tap.
+      key: a PRNG key.
+    """
+    params = init_params(draft_specs(config), key)
+    taps, width = len(config.taps), config.target_hidden_size
+    per_tap = np.ones(taps) if config.fc_norm else scales
+    unit = jax.random.normal(jax.random.fold_in(key, 1_000), (config.hidden_size, taps, width), jnp.float32)
+    factors = (1.0 / (per_tap * np.sqrt(taps * width))).astype(np.float32)
+    fused = (unit * factors[None, :, None]).reshape(config.hidden_size, taps * width)
+    params = params.replace(fc=fused)
+    if config.hidden_size == width:
+        head = jnp.take(target.params.lm_head, vocab.d2t, axis=0, mode="clip").astype(jnp.float32)
+        params = params.replace(lm_head=head, norm=target.params.norm.astype(jnp.float32))
+    return params
+
+
+class Interrupt:
+    """Turns SIGTERM and the first Ctrl-C into a flag that the loop reads between updates."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch while the context lasts; outside the main thread, where Python cannot, do nothing."""
+
+        def ask(number: int, frame: Any) -> None:
+            if self.asked and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.asked = True
+
+        try:
+            before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _sums_to_metrics(sums: StepSums) -> dict[str, Any]:
+    host = jax.tree.map(lambda array: np.asarray(array, np.float64).tolist(), sums)
+    return teacher_forced(**{field.name: getattr(host, field.name) for field in dataclasses.fields(StepSums)})
+
+
+def _shown(values: Sequence[float | None]) -> str:
+    return " ".join("-" if value is None else f"{value:.3f}" for value in values)
+
+
+@dataclasses.dataclass
+class _Setup:
+    """Everything a loop needs that does not change from update to update."""
+
+    target: Target
+    draft: Draft
+    teacher: Teacher
+    rows: Sequence[Row]
+    train_order: np.ndarray
+    held_out: np.ndarray
+    online: bool
+
+
+def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
+    """Load the target and the rows; make the draft, or take the run's vocabulary when there is a run."""
+    folder = Path(config.target)
+    target = load_target(folder)
+    taps = config.taps or target.config.default_taps
+    rows = _open_rows(config, target, taps)
+    order = np.random.default_rng(config.seed).permutation(len(rows))
+    held_out, train_order = order[: config.held_out_rows], order[config.held_out_rows :]
+    if train_order.size < config.batch_rows:
+        from eagle3_jax.errors import InputError
+
+        raise InputError(
+            expected=f"at least held_out_rows + batch_rows = {config.held_out_rows + config.batch_rows} packed rows",
+            found=f"{len(rows)}",
+            remedy="Give more data, shorter rows (--row_length), or fewer --held_out_rows.",
+        )
+    if run.exists:
+        run.check_same(config)
+        _, draft_config, vocab = run.read()
+    else:
+        stops = eos_ids(folder, load_tokenizer(folder))
+        vocab, coverage = choose_vocab(rows, config.draft_vocab_size, target.config.vocab_size, stops)
+        logger.info("draft vocabulary: %d tokens cover %.2f %% of the supervised ones", vocab.size, 100 * coverage)
+        draft_config = DraftConfig.for_target(
+            target.config,
+            draft_vocab_size=config.draft_vocab_size,
+            taps=taps,
+            rope=RopeConfig(theta=config.rope_theta),
+            trained_length=config.row_length,
+            fc_norm=config.fc_norm,
+            norm_output=config.norm_output,
+            norm_before_residual=config.norm_before_residual,
+            target_fingerprint=fingerprint(target),
+        )
+        run.start(config, draft_config, vocab)
+    online = not config.features
+    sample = [rows[int(index)] for index in train_order[:SCALE_ROWS]]
+    stacked = {name: np.stack([row[name] for row in sample]) for name in sample[0]}
+    if online:
+        arrays = {name: jnp.asarray(array) for name, array in stacked.items()}
+        stacked = {name: np.asarray(array) for name, array in features_in_loop(target, taps, arrays).items()}
+    scales = tap_scales(stacked["taps"], stacked["documents"], len(taps))
+    logger.info("typical RMS of the taps %s: %s", list(taps), _shown(scales.tolist()))
+    params = initial_params(draft_config, target, vocab, scales, jax.random.key(config.seed))
+    draft = Draft(params=params, vocab=vocab, embed=target.params.embed, config=draft_config)
+    label_head = jnp.take(target.params.lm_head, vocab.d2t, axis=0, mode="clip")
+    return _Setup(target, draft, Teacher(label_head=label_head), rows, train_order, held_out, online)
+
+
+def _batch(setup: _Setup, rows: dict[str, np.ndarray]) -> Batch:
+    arrays = {name: jnp.asarray(array) for name, array in rows.items()}
+    if setup.online:
+        arrays = features_in_loop(setup.target, setup.draft.config.taps, arrays)
+    return Batch(**arrays)
+
+
+def evaluate(setup: _Setup, draft: Draft, steps: int, batch_rows: int, eval_step: Any) -> dict[str, Any]:
+    """Teacher-forced metrics on the held-out rows."""
+    total: StepSums | None = None
+    for start in range(0, len(setup.held_out) - batch_rows + 1, batch_rows):
+        rows = [setup.rows[int(index)] for index in setup.held_out[start : start + batch_rows]]
+        batch = _batch(setup, {name: np.stack([row[name] for row in rows]) for name in rows[0]})
+        sums = eval_step(draft, batch, setup.teacher, steps=steps)
+        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+    return {} if total is None else _sums_to_metrics(total)
+
+
+def train(config: TrainConfig) -> Result:
+    """Train a draft; continue the run in `config.output` when there is one.
+
+    The order of rows follows from the seed and the update number alone, and the state holds everything else, so that an
+    interrupted run continues bit for bit.
+
+    Raises:
+      InputError: see `TrainConfig.check`, the data and the target; an existing run of another config.
+    """
+    config.check()
+    run = RunFolder(Path(config.output), keep=config.keep)
+    setup = _prepare(config, run)
+    schedule = config.learning_rates()
+    optimizer = make_optimizer(schedule, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip)
+    state = TrainState(
+        params=setup.draft.params,
+        opt_state=optimizer.init(setup.draft.params),
+        update=jnp.int32(0),
+        skipped=jnp.int32(0),
+    )
+    if run.latest() is not None:
+        state = run.restore(abstract_state(state))
+        logger.info("resumed at update %d", int(state.update))
+    logger.info("%d trainable parameters", count_params(state.params))
+    step = make_train_step(optimizer, decay=config.step_decay)
+    eval_step = make_eval_step()
+    source = grain.MapDataset.source(_Ordered(setup.rows, setup.train_order)).seed(config.seed).shuffle().repeat()
+    per_update = config.batch_rows * config.accumulation
+    interrupt, evaluation = Interrupt(), {}
+    began, tokens_done, first = time.perf_counter(), 0, int(state.update)
+    log = run.metrics.open("a", encoding="utf-8")
+
+    def record(entry: dict[str, Any]) -> None:
+        log.write(json.dumps(entry) + "\n")
+        log.flush()
+
+    with interrupt.watch(), log:
+        for update in range(first, config.updates):
+            steps = config.steps_at(update)
+            rows = [source[update * per_update + index] for index in range(per_update)]
+            micro = []
+            for start in range(0, per_update, config.batch_rows):
+                part = rows[start : start + config.batch_rows]
+                micro.append(_batch(setup, {name: np.stack([row[name] for row in part]) for name in part[0]}))
+            batches = jax.tree.map(lambda *arrays: jnp.stack(arrays), *micro)
+            learning_rate = float(schedule(_optimizer_count(state)))
+            state, sums, norms = step(state, batches, setup.draft.replace(params=None), setup.teacher, steps=steps)
+            tokens_done += per_update * config.row_length
+            last = update + 1 == config.updates
+            if (update + 1) % config.log_every == 0 or last or update == first:
+                metrics = _sums_to_metrics(sums)
+                seconds = time.perf_counter() - began
+                applied = bool(norms["applied"])
+                loss = sum(config.step_decay**s * (value or 0.0) for s, value in enumerate(metrics["cross_entropy"]))
+                entry = {
+                    "update": update + 1, "steps": steps, "loss": loss if applied else "skipped", **metrics,
+                    "learning_rate": learning_rate, "gradient_norm": float(norms["gradient_norm"]),
+                    "clipped": float(norms["gradient_norm"]) > config.clip, "skipped": int(state.skipped),
+                    "tokens_per_second": tokens_done / seconds, "seconds": seconds,
+                }  # fmt: skip
+                record(entry)
+                left = seconds / (update + 1 - first) * (config.updates - update - 1)
+                print(
+                    f"update {update + 1}/{config.updates} steps {steps} loss {loss:.3f} joint {_shown(metrics['joint'])} "
+                    f"conditional {_shown(metrics['conditional'])} lr {learning_rate:.2e} |g| {entry['gradient_norm']:.2f} "
+                    f"{entry['tokens_per_second']:.0f} tok/s left {left / 60:.1f} min"
+                    + ("" if applied else f" SKIPPED ({int(state.skipped)} so far)"),
+                    file=sys.stderr,
+                    flush=True,
+                )
+            due = (update + 1) % config.save_every == 0 or last or interrupt.asked
+            if config.held_out_rows and ((update + 1) % config.eval_every == 0 or last):
+                model = setup.draft.replace(params=state.params)
+                evaluation = evaluate(setup, model, config.max_steps, config.batch_rows, eval_step)
+                record({"update": update + 1, "held_out": evaluation})
+                print(
+                    f"held out at {update + 1}: accuracy {_shown(evaluation['accuracy'])} | joint {_shown(evaluation['joint'])}"
+                    f" | conditional {_shown(evaluation['conditional'])}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if due:
+                joint = sum(value or 0.0 for value in evaluation.get("joint", []))
+                run.save(state, {"joint": joint} if evaluation else None)
+            if interrupt.asked:
+                run.close()
+                return Result(update + 1, last, evaluation)
+    run.close()
+    return Result(config.updates, True, evaluation)
+
+
+def _optimizer_count(state: TrainState) -> jax.Array:
+    """Updates that changed something: the schedule's argument."""
+    return state.update - state.skipped
+
+
+class _Ordered(Sequence[Row]):
+    """Rows by an array of indices."""
+
+    def __init__(self, rows: Sequence[Row], order: np.ndarray):
+        self._rows, self._order = rows, order
+
+    def __len__(self) -> int:
+        return int(self._order.size)
+
+    def __getitem__(self, index: Any) -> Row:
+        return self._rows[int(self._order[index])]

@@ -1,0 +1,151 @@
+"""One optimiser update: gradients summed over micro-batches, divided once, applied unless something is not finite."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from eagle3_jax.draft import Draft, DraftParams
+from eagle3_jax.sampling import most_likely
+from eagle3_jax.target import Target, target_forward
+from eagle3_jax.training.loss import Batch, Slots, StepSums, document_mask, find_slots, training_time_test_loss
+
+ARGMAX_CHUNK = 512  # tokens whose logits over the whole vocabulary exist at one time
+
+
+@struct.dataclass
+class TrainState:
+    """What training changes, and all that a resume needs besides the data's position, which follows from `update`.
+
+    Attributes:
+      params: the draft's.
+      opt_state: optax's.
+      update: [] int32, updates done, skipped ones included.
+      skipped: [] int32, updates that changed nothing.
+    """
+
+    params: DraftParams
+    opt_state: Any
+    update: jax.Array
+    skipped: jax.Array
+
+
+@struct.dataclass
+class Teacher:
+    """The frozen parts of the target that training reads besides its features.
+
+    Attributes:
+      label_head: [C, D], the target's head at the draft vocabulary's tokens.
+    """
+
+    label_head: jax.Array
+
+
+def make_optimizer(
+    schedule: optax.Schedule, *, betas: tuple[float, float], weight_decay: float, clip: float
+) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global gradient norm."""
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.adamw(schedule, b1=betas[0], b2=betas[1], weight_decay=weight_decay),
+    )
+
+
+@partial(jax.jit, static_argnames=("taps",))
+def target_features(
+    target: Target, tokens: jax.Array, documents: jax.Array, positions: jax.Array, *, taps: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Run the target over packed rows.
+
+    Args:
+      target: the model.
+      tokens, documents, positions: [B, T] int32.
+      taps: boundaries to return.
+
+    Returns:
+      taps [B, T, A*D], final hidden [B, T, D], argmax over the whole vocabulary [B, T] int32 (taken in chunks of
+      tokens, so that no [B, T, V] array exists).
+    """
+    out = target_forward(target, tokens, positions, document_mask(documents), taps=taps)
+    rows, length, width = out.hidden.shape
+    total = rows * length
+    chunks = max(1, total // ARGMAX_CHUNK)
+    while total % chunks:
+        chunks += 1
+    parts = out.hidden.reshape(chunks, total // chunks, width)
+
+    def argmax(part: jax.Array) -> jax.Array:
+        logits = jnp.einsum("MD,VD->MV", part, target.params.lm_head, preferred_element_type=jnp.float32)
+        return most_likely(logits)
+
+    return out.taps, out.hidden, jax.lax.map(argmax, parts).reshape(rows, length)
+
+
+def make_train_step(optimizer: optax.GradientTransformation, *, decay: float):
+    """Build the jitted update.
+
+    Args:
+      optimizer: from `make_optimizer`.
+      decay: weight of step s is decay^s.
+
+    Returns:
+      step(state, batches, model, teacher, steps) -> (state, sums, norms), with batches a `Batch` whose arrays have a
+      leading micro-batch axis [U, B, T, ...], `model` the draft whose `params` are taken from the state instead, and
+      `steps` static. The state is donated.
+    """
+
+    def loss_fn(params: DraftParams, model: Draft, batch: Batch, teacher: Teacher, slots: Slots, weights: jax.Array):
+        return training_time_test_loss(model.replace(params=params), batch, teacher.label_head, slots, weights)
+
+    @partial(jax.jit, static_argnames=("steps",), donate_argnames=("state",))
+    def step(
+        state: TrainState, batches: Batch, model: Draft, teacher: Teacher, *, steps: int
+    ) -> tuple[TrainState, StepSums, dict[str, jax.Array]]:
+        slots = jax.vmap(partial(find_slots, t2d=model.vocab.t2d, steps=steps))(batches.spans, batches.argmax)
+        trained = jnp.sum(slots.trained, axis=(0, 2, 3), dtype=jnp.float32)
+        powers = jnp.asarray([decay**index for index in range(steps)], jnp.float32)
+        weights = powers / jnp.maximum(trained, 1.0)
+
+        def micro(gradient, item):
+            batch, slot = item
+            (_, sums), new = jax.value_and_grad(loss_fn, has_aux=True)(
+                state.params, model, batch, teacher, slot, weights
+            )
+            return jax.tree.map(jnp.add, gradient, new), sums
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        gradient, every = jax.lax.scan(micro, zeros, (batches, slots))
+        sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), every)
+        norm = optax.global_norm(gradient)
+        good = jnp.isfinite(norm) & (trained[0] > 0)
+        # optax raises floats to an integer count, which strict dtype promotion would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            changes, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, changes)
+        keep = lambda new, old: jax.tree.map(partial(jnp.where, good), new, old)
+        state = TrainState(
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            update=state.update + 1,
+            skipped=state.skipped + jnp.where(good, 0, 1).astype(jnp.int32),
+        )
+        return state, sums, {"gradient_norm": norm, "update_norm": optax.global_norm(changes), "applied": good}
+
+    return step
+
+
+def make_eval_step():
+    """Build the jitted evaluation: (model, batch, teacher, steps) -> `StepSums`, teacher-forced."""
+
+    @partial(jax.jit, static_argnames=("steps",))
+    def step(model: Draft, batch: Batch, teacher: Teacher, *, steps: int) -> StepSums:
+        slots = find_slots(batch.spans, batch.argmax, model.vocab.t2d, steps)
+        _, sums = training_time_test_loss(model, batch, teacher.label_head, slots, jnp.ones(steps, jnp.float32))
+        return sums
+
+    return step

@@ -1,0 +1,95 @@
+"""Tiny models that tests share: a random HuggingFace LLaMA (T0), a random draft for it (D0), and wrong drafts (BAD)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.draft import Draft, draft_specs
+from eagle3_jax.params import init_params, is_spec
+from eagle3_jax.target import Target, target_specs
+from eagle3_jax.vocab import vocab_from_ids
+
+T0: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def hf_target(seed: int = 0, *, scale: float = 4.0, **changes: Any) -> LlamaForCausalLM:
+    """A random HuggingFace LLaMA in fp32. Weights are `scale` times the usual, so that logits and attention differ
+    enough between tokens for a mistake to show."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**(T0 | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}} | changes))
+    model = LlamaForCausalLM(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.copy_(1 + 0.2 * torch.randn_like(weight))
+            elif name.endswith("bias"):
+                weight.copy_(0.2 * torch.randn_like(weight))
+            else:
+                weight.mul_(scale)
+    return model
+
+
+def from_hf(model: LlamaForCausalLM) -> Target:
+    """The same weights as ours, without going through files."""
+    config = TargetConfig.from_hf(model.config.to_dict() | {"torch_dtype": None}, "memory")
+    state = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+    specs = target_specs(config)
+
+    def load(spec):
+        if spec.name not in state or (config.tie_word_embeddings and spec.name == "lm_head.weight"):
+            return jnp.asarray(state["model.embed_tokens.weight"])
+        return jnp.asarray(state[spec.name].reshape(spec.shape).copy())
+
+    return Target(params=jax.tree.map(load, specs, is_leaf=is_spec), config=config)
+
+
+@functools.cache
+def target(seed: int = 0) -> Target:
+    """T0 as ours."""
+    return from_hf(hf_target(seed))
+
+
+def draft(target: Target, seed: int = 0, *, size: int = 96, scale: float = 4.0, **changes: Any) -> Draft:
+    """A random draft D0. Its vocabulary is a random sorted subset of the target's."""
+    config = DraftConfig.for_target(target.config, draft_vocab_size=size, **changes)
+    rng = np.random.default_rng(seed)
+    ids = np.sort(rng.choice(config.vocab_size, size, replace=False))
+    params = init_params(draft_specs(config), jax.random.key(seed))
+
+    def vary(spec, leaf):
+        if spec.init == "ones":
+            return jnp.asarray(1 + 0.2 * rng.standard_normal(leaf.shape), jnp.float32)
+        return leaf * scale
+
+    params = jax.tree.map(vary, draft_specs(config), params, is_leaf=is_spec)
+    embed = target.params.embed
+    if config.hidden_size != config.target_hidden_size:
+        embed = jnp.asarray(rng.standard_normal((config.vocab_size, config.hidden_size)), jnp.float32)
+    return Draft(params=params, vocab=vocab_from_ids(ids, config.vocab_size), embed=embed, config=config)
+
+
+def bad_drafts(target: Target) -> dict[str, Draft]:
+    """D0 and what can be wrong with a draft; none may change a single token of the output."""
+    good = draft(target)
+    rng = np.random.default_rng(5)
+    shuffled = vocab_from_ids(rng.permutation(np.asarray(good.vocab.d2t)), target.config.vocab_size)
+    return {
+        "d0": good,
+        "random": draft(target, seed=11),
+        "shuffled_map": good.replace(vocab=shuffled),
+        "wrong_theta": good.replace(config=dataclasses.replace(good.config, rope=RopeConfig(theta=500000.0))),
+        "wrong_taps": good.replace(config=dataclasses.replace(good.config, taps=(0, 3, 8))),
+    }
