@@ -166,7 +166,8 @@ def _rope_scaling(
     metadata: Mapping[str, Any], tensors: Mapping[str, Any], theta: float, head_dim: int
 ) -> dict[str, Any] | None:
     """`rope_scaling` in HuggingFace's words, from the keys or from the tensor `rope_freqs.weight`."""
-    kind = metadata.get("llama.rope.scaling.type", "none")
+    # As in llama.cpp, a factor without a type means linear.
+    kind = metadata.get("llama.rope.scaling.type", "linear" if "llama.rope.scaling.factor" in metadata else "none")
     freqs = tensors.get("rope_freqs.weight")
     if kind not in ("none", "linear") or (kind == "linear" and freqs is not None):
         raise InputError(

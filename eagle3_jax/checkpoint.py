@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import mmap
 import os
 import shutil
@@ -31,7 +32,7 @@ from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.params import ParamSpec, is_spec
 from eagle3_jax.target import Target, target_specs
-from eagle3_jax.vocab import full_vocab, vocab_from_offsets, vocab_offsets
+from eagle3_jax.vocab import vocab_from_offsets, vocab_offsets
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,18 @@ class SafetensorsFile:
                     remedy="The file is damaged or of another format; fetch it again.",
                 ) from None
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if not isinstance(header, dict):
+            raise self._truncated(f"a header that is a {type(header).__name__}")
         header.pop("__metadata__", None)
         self._entries: dict[str, dict[str, Any]] = header
         self._start = 8 + head
         needed = self._start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if needed != size:
             raise self._truncated(f"{size} bytes where its header describes {needed}")
+        for name, entry in header.items():
+            start, stop = entry["data_offsets"]
+            if entry["dtype"] in DTYPES and math.prod(entry["shape"]) * self.dtype(name).itemsize != stop - start:
+                raise self._truncated(f"{stop - start} bytes for {name} of type {entry['dtype']}, {entry['shape']}")
 
     def _truncated(self, found: str) -> InputError:
         return InputError(
@@ -103,7 +110,8 @@ class SafetensorsFile:
     def __getitem__(self, name: str) -> np.ndarray:
         start, stop = self._entries[name]["data_offsets"]
         flat = np.frombuffer(self._map, np.uint8, stop - start, self._start + start)
-        return flat.view(self.dtype(name)).reshape(self.shape(name))
+        # A copy, so that no array depends on the file staying as it is.
+        return flat.view(self.dtype(name)).reshape(self.shape(name)).copy()
 
 
 def open_tensors(folder: Path) -> dict[str, SafetensorsFile]:
@@ -132,7 +140,9 @@ def open_tensors(folder: Path) -> dict[str, SafetensorsFile]:
                 found=f"{len(lost)} tensors not in their shard",
                 remedy="Index and shards come from different downloads; fetch them again.",
             )
-        return {name: shards[shard] for name, shard in names.items()}
+        # A tensor in a shard that the index forgets must not be dropped unseen.
+        held = {name: file for file in shards.values() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return held | {name: shards[shard] for name, shard in names.items()}
     single = folder / SINGLE_FILE
     if not single.exists():
         others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".gguf"))
@@ -179,7 +189,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise InputError(
             expected=f"config.json in {folder}",
             found=", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "an empty folder",
-            remedy="Pass the folder that holds the model, not its parent; GGUF and .bin need `python -m convert.target`.",
+            remedy="Pass the folder that holds the model, not its parent; `python -m convert.target` reads GGUF, .bin.",
         )
     return _read_json(folder / "config.json")
 
@@ -246,7 +256,8 @@ def load_target(folder: Path, dtype: DTypeLike = jnp.float32) -> Target:
     assert isinstance(embed, ParamSpec)
     tied = config.tie_word_embeddings
     if tied:
-        if head.name in files and not np.array_equal(files[head.name][head.name], files[embed.name][embed.name]):
+        both = head.name in files and embed.name in files
+        if both and not np.array_equal(files[head.name][head.name], files[embed.name][embed.name]):
             logger.warning(
                 "%s ties its embeddings but also holds a different %s; the embedding is used, as the config says",
                 folder, head.name,
@@ -324,24 +335,22 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None) -> 
     if params.lm_head is None:
         logger.warning("%s has no lm_head; its vocabulary is the target's, whose head is used", folder)
         params = params.replace(lm_head=target.params.lm_head.astype(dtype))
-    if "d2t" in files:
-        offsets = files["d2t"]["d2t"]
-        if offsets.shape != (config.draft_vocab_size,):
-            raise InputError(
-                expected=f"d2t with draft_vocab_size = {config.draft_vocab_size} entries in {folder}",
-                found=f"shape {offsets.shape}",
-                remedy="Weights and config do not belong together.",
-            )
-        member = files["t2d"]["t2d"] if "t2d" in files else None
-        vocab = vocab_from_offsets(offsets, config.vocab_size, member, f"d2t of {folder}")
-    elif full:
-        vocab = full_vocab(config.vocab_size)
-    else:
+    if "d2t" not in files and not full:
         raise InputError(
-            expected=f"d2t in {folder}, since its vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens",
+            expected=f"d2t in {folder}: its vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens",
             found="no such tensor",
             remedy="Without the map the draft's tokens have no meaning; export the draft again.",
         )
+    # Over the whole vocabulary the map may be absent, and is the identity: offsets of zero.
+    offsets = files["d2t"]["d2t"] if "d2t" in files else np.zeros(config.draft_vocab_size, np.int64)
+    if offsets.shape != (config.draft_vocab_size,):
+        raise InputError(
+            expected=f"d2t with draft_vocab_size = {config.draft_vocab_size} entries in {folder}",
+            found=f"shape {offsets.shape}",
+            remedy="Weights and config do not belong together.",
+        )
+    member = files["t2d"]["t2d"] if "t2d" in files else None
+    vocab = vocab_from_offsets(offsets, config.vocab_size, member, f"d2t of {folder}")
     embed = target.params.embed.astype(dtype)
     if own_embed:
         spec = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), "embed_tokens.weight")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from eagle3_jax.errors import InputError
 
@@ -22,39 +22,13 @@ DEFAULT_ROPE_THETA = 10000.0
 # Keys of a HuggingFace LLaMA config that change nothing in the forward pass: bookkeeping, training-time settings,
 # and settings of transformers' own generation or parallelism.
 _TARGET_KEYS_WITHOUT_EFFECT = frozenset(
-    [
-        "architectures",
-        "attention_dropout",
-        "bos_token_id",
-        "pad_token_id",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "initializer_range",
-        "transformers_version",
-        "pretraining_tp",
-        "_name_or_path",
-        "_attn_implementation",
-        "transformers.js_config",
-        "is_llama_config",
-        "chunk_size_feed_forward",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "is_encoder_decoder",
-        "is_decoder",
-        "add_cross_attention",
-        "unsloth_version",
-        "unsloth_fixed",
-        "model_max_length",
-        "torchscript",
-        "use_bfloat16",
-        "tokenizer_class",
-        "task_specific_params",
-    ]
+    """
+    architectures attention_dropout bos_token_id pad_token_id torch_dtype dtype use_cache initializer_range
+    transformers_version pretraining_tp _name_or_path _attn_implementation transformers.js_config is_llama_config
+    chunk_size_feed_forward output_attentions output_hidden_states return_dict id2label label2id problem_type
+    is_encoder_decoder is_decoder add_cross_attention unsloth_version unsloth_fixed model_max_length torchscript
+    use_bfloat16 tokenizer_class task_specific_params
+    """.split()
 )
 
 
@@ -86,20 +60,14 @@ class RopeConfig:
         Raises:
           InputError: unknown type, unknown key, missing key, or the two places disagreeing.
         """
-        nested = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        place = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        nested, place = _rope_rule(config, where)
         thetas = {float(value) for value in (nested.pop("rope_theta", None), config.get("rope_theta")) if value}
         if len(thetas) > 1:
-            raise InputError(
-                expected=f"one rotary base in {where}",
-                found=f"rope_theta {config['rope_theta']} at the top and {sorted(thetas)} with the nested one",
-                remedy="Keep the right one and delete the other.",
-            )
+            _refuse_two(f"rotary base (rope_theta) in {where}", " and ".join(map(str, sorted(thetas))))
         if not thetas:
             logger.warning("%s has no rope_theta; the default %g is used", where, DEFAULT_ROPE_THETA)
         theta = thetas.pop() if thetas else DEFAULT_ROPE_THETA
-        old, new = nested.pop("type", None), nested.pop("rope_type", None)
-        kind = new or old or "default"
+        kind = nested.pop("rope_type")
         if kind not in ROPE_TYPES:
             raise InputError(
                 expected=f"{place}.rope_type in {where} to be one of {', '.join(ROPE_TYPES)}",
@@ -147,14 +115,16 @@ class RopeConfig:
         return RopeConfig(**fields)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return `rope_theta` and `rope_scaling` (None when unscaled) in transformers-4 form, which every engine reads."""
+        """Return `rope_theta` and `rope_scaling` (None if unscaled) in transformers-4 form, as every engine reads."""
         if self.kind == "default":
             return {"rope_theta": self.theta, "rope_scaling": None}
         scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
         if self.original_max_positions is not None:
             scaling["original_max_position_embeddings"] = self.original_max_positions
-        names = {"llama3": ("low_freq_factor", "high_freq_factor")}
-        names["yarn"] = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+        names: dict[str, tuple[str, ...]] = {
+            "llama3": ("low_freq_factor", "high_freq_factor"),
+            "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        }
         for name in names.get(self.kind, ()):
             if getattr(self, name) is not None:
                 scaling[name] = getattr(self, name)
@@ -187,7 +157,7 @@ class TargetConfig:
             raise InputError(
                 expected="a target with at least 7 layers for the default taps (2, L//2, L-3)",
                 found=f"{self.num_layers} layers, which gives {taps}",
-                remedy="Name the boundaries yourself: taps=(low, middle, high), ascending, between 0 and the layer count.",
+                remedy="Name the boundaries yourself: taps=(low, middle, high), ascending, from 0 to the layer count.",
             )
         return taps
 
@@ -231,17 +201,12 @@ class TargetConfig:
         read = {field.name for field in dataclasses.fields(TargetConfig)} | {
             "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rope_theta", "rope_scaling",
             "rope_parameters", "model_type", "hidden_act", "eos_token_id", "sliding_window", "rope_interleaved",
-            "quantization_config",
+            "quantization_config", "partial_rotary_factor", "original_max_position_embeddings",
         }  # fmt: skip
         unread = sorted(set(config) - read - _TARGET_KEYS_WITHOUT_EFFECT)
         if unread:
             logger.warning("%s: keys that this reader does not know have no effect: %s", where, ", ".join(unread))
-        if result.num_heads % result.num_kv_heads or result.head_dim % 2:
-            raise InputError(
-                expected="num_attention_heads divisible by num_key_value_heads, and an even head_dim",
-                found=f"{result.num_heads}, {result.num_kv_heads} and {result.head_dim} in {where}",
-                remedy="Check that the config belongs to the weights.",
-            )
+        _check_heads(result, where)
         return result
 
     def to_hf(self) -> dict[str, Any]:
@@ -341,15 +306,21 @@ class DraftConfig:
                 remedy="Convert drafts of other layouts with `python -m convert.draft SRC DST --to canonical`.",
             )
         need = lambda key: _required(config, key, where)
-        if config.get("num_hidden_layers", 1) != 1 or config.get("hidden_act", "silu") != "silu":
-            raise InputError(
-                expected="a draft with one SiLU decoder layer",
-                found=f"num_hidden_layers {config.get('num_hidden_layers')}, hidden_act {config.get('hidden_act')}",
-                remedy="Drafts of several layers are not supported.",
-            )
+        for key, only in (
+            ("num_hidden_layers", 1),
+            ("hidden_act", "silu"),
+            ("attention_bias", False),
+            ("tie_word_embeddings", False),
+        ):
+            if config.get(key, only) != only:
+                raise InputError(
+                    expected=f"{key} {only!r} in {where}: one SiLU decoder layer without biases, and a head of its own",
+                    found=repr(config[key]),
+                    remedy="Other kinds of draft are not supported.",
+                )
         trained, fingerprint = config.get("trained_length"), config.get("target_fingerprint")
         hidden = int(need("hidden_size"))
-        return DraftConfig(
+        result = DraftConfig(
             vocab_size=int(need("vocab_size")),
             draft_vocab_size=int(need("draft_vocab_size")),
             hidden_size=hidden,
@@ -368,6 +339,8 @@ class DraftConfig:
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             target_fingerprint=None if fingerprint is None else str(fingerprint),
         )
+        _check_heads(result, where)
+        return result
 
     def to_hf(self) -> dict[str, Any]:
         """Return the canonical `config.json`: the interchange profile that every engine reads, and our own keys."""
@@ -402,39 +375,13 @@ class DraftConfig:
 
 
 _DRAFT_KEYS = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "num_hidden_layers",
-        "vocab_size",
-        "draft_vocab_size",
-        "hidden_size",
-        "target_hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "tie_word_embeddings",
-        "attention_bias",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "fc_norm",
-        "norm_output",
-        "norm_before_residual",
-        "taps",
-        "trained_length",
-        "target_fingerprint",
-        "torch_dtype",
-        "dtype",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "transformers_version",
-    ]
+    """
+    architectures model_type num_hidden_layers vocab_size draft_vocab_size hidden_size target_hidden_size
+    intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps
+    max_position_embeddings tie_word_embeddings attention_bias rope_theta rope_scaling rope_parameters fc_norm
+    norm_output norm_before_residual taps trained_length target_fingerprint torch_dtype dtype bos_token_id
+    eos_token_id pad_token_id transformers_version
+    """.split()
 )
 
 
@@ -446,6 +393,47 @@ def _required(config: Mapping[str, Any], key: str, where: str) -> Any:
             remedy="The folder is incomplete or of another kind; fetch its config.json again.",
         )
     return config[key]
+
+
+def _check_heads(config: TargetConfig | DraftConfig, where: str) -> None:
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise InputError(
+            expected="num_attention_heads divisible by num_key_value_heads, and an even head_dim",
+            found=f"{config.num_heads}, {config.num_kv_heads} and {config.head_dim} in {where}",
+            remedy="Check that the config belongs to the weights.",
+        )
+
+
+def _rope_rule(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
+    """The nested rotary settings, with their type under `rope_type`, and the key that holds them.
+
+    Exporters mirror them in both places, under both names of the type; two that disagree are refused, since engines
+    differ in which they follow. Two keys that transformers also looks for at the top are moved inside.
+    """
+    rules: dict[str, dict[str, Any]] = {}
+    for place in ("rope_parameters", "rope_scaling"):
+        rule = dict(config.get(place) or {})
+        if rule:
+            kinds = {kind for kind in (rule.pop("type", None), rule.pop("rope_type", None)) if kind is not None}
+            if len(kinds) > 1:
+                _refuse_two(f"rope type in {where}'s {place}", " and ".join(map(repr, sorted(map(str, kinds)))))
+            rules[place] = rule | {"rope_type": kinds.pop() if kinds else "default"}
+    if len(rules) == 2:
+        new, old = ({key: value for key, value in rule.items() if value is not None} for rule in rules.values())
+        if {"rope_theta": old.get("rope_theta"), **new} != {"rope_theta": new.get("rope_theta"), **old}:
+            _refuse_two(f"rotary rule in {where}", f"rope_parameters {new} and rope_scaling {old}")
+    place = next(iter(rules), "rope_scaling")
+    rule = rules.get(place, {"rope_type": "default"})
+    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
+        outer, inner = config.get(key), rule.get(key)
+        if None not in (outer, inner) and outer != inner:
+            _refuse_two(f"{key} in {where}", f"{outer} at the top and {inner} in {place}")
+        rule[key] = outer if inner is None else inner
+    return rule, place
+
+
+def _refuse_two(what: str, found: str) -> NoReturn:
+    raise InputError(expected=f"one {what}", found=found, remedy="Keep the right one and delete the other.")
 
 
 def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:

@@ -8,6 +8,7 @@ replace the target's features. Both call the same layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,11 +92,12 @@ def draft_specs(config: DraftConfig) -> DraftParams:
     )  # fmt: skip
     taps = len(config.taps)
 
-    def linear(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
+    # The abstract tree has a ParamSpec where the real one has an array; Any says so to the type checker.
+    def linear(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
         inputs = 2 if name == "midlayer.self_attn.o_proj" else 1  # o_proj reads (N, H)
         return ParamSpec(shape, axes, f"{name}.weight", inputs=inputs)
 
-    def norm(name: str, width: int = d) -> ParamSpec:
+    def norm(name: str, width: int = d) -> Any:
         return ParamSpec((width,), ("norm",), f"{name}.weight", init="ones")
 
     return DraftParams(

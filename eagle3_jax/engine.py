@@ -25,6 +25,7 @@ from eagle3_jax.generate import (
     LENGTH,
     PREFILL_BUCKETS,
     RUNNING,
+    STOP,
     DecodeState,
     Structure,
     admit,
@@ -34,7 +35,7 @@ from eagle3_jax.generate import (
 )
 from eagle3_jax.sampling import Sampling
 from eagle3_jax.target import Target
-from eagle3_jax.tokenizer import find_stop
+from eagle3_jax.tokenizer import check_stops, find_stop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +51,7 @@ class Request:
       temperature: 0 is greedy.
       top_k: 0 keeps all tokens.
       top_p: 1 keeps all tokens.
-      seed: of this row's randomness.
+      seed: of this row's randomness, 0 to 2^32 - 1.
       stop: strings that end the answer.
     """
 
@@ -126,9 +127,15 @@ def check_request(request: Request, config: TargetConfig, index: int = 0) -> Non
         )
     for name, holds, rule in (
         ("max_new_tokens", request.max_new_tokens >= 1, "at least 1"),
-        ("temperature", request.temperature >= 0, "0 (greedy) or more"),
-        ("top_k", request.top_k >= 0, "0 (all tokens) or more"),
+        # Logits divided by less, or by infinity, leave the range of fp32.
+        (
+            "temperature",
+            request.temperature == 0 or 1e-4 <= request.temperature <= 1e4,
+            "0 (greedy) or from 0.0001 to 10000",
+        ),
+        ("top_k", 0 <= request.top_k < 2**31, "from 0 (all tokens) to 2147483647"),
         ("top_p", 0 < request.top_p <= 1, "above 0 and at most 1"),
+        ("seed", 0 <= request.seed < 2**32, "from 0 to 4294967295"),
     ):
         if not holds:
             raise InputError(expected=f"{name} {rule}", found=str(getattr(request, name)), remedy="Correct the value.")
@@ -159,7 +166,7 @@ def sampling_of(requests: Sequence[Request]) -> Sampling:
         temperature=column((request.temperature or 1.0 for request in requests), np.float32),
         top_k=column((request.top_k for request in requests), np.int32),
         top_p=column((request.top_p for request in requests), np.float32),
-        seed=column((request.seed % 2**32 for request in requests), np.uint32),
+        seed=column((request.seed for request in requests), np.uint32),
     )
 
 
@@ -188,7 +195,8 @@ def prefill(
     room = target.config.context_limit - len(request.tokens)
     state = empty_state(target, draft, batch=1, cache_length=cache_length, structure=structure)
     row = lambda value: jnp.asarray([value], jnp.int32)
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         remaining=row(min(request.max_new_tokens, room)),
         limit_reason=row(LENGTH if request.max_new_tokens <= room else CONTEXT),
         reason=row(RUNNING),
@@ -210,8 +218,8 @@ def prefill(
         )  # fmt: skip
         if not final:
             # A chunk inside the prompt has decided nothing yet.
-            state = state.replace(reason=row(RUNNING))
-    return state.replace(remaining=state.remaining - state.count)
+            state = dataclasses.replace(state, reason=row(RUNNING))
+    return dataclasses.replace(state, remaining=state.remaining - state.count)
 
 
 @dataclasses.dataclass
@@ -265,6 +273,17 @@ def decode(
     """
     for index, request in enumerate(requests):
         check_request(request, target.config, index)
+        if request.stop and tokenizer is None:
+            raise InputError(
+                expected=f"a tokenizer, to look for the stop strings of prompt {index}",
+                found="none",
+                remedy="Pass the target's tokenizer.",
+            )
+        if tokenizer is not None:
+            check_stops(tokenizer, request.stop)
+    for name, value, least in (("batch", batch, 1), ("draft_length", draft_length, 0)):
+        if value < least:
+            raise InputError(expected=f"{name} of at least {least}", found=str(value), remedy="Correct the value.")
     if (draft_length > 0) != (draft is not None):
         raise InputError(
             expected="a draft exactly when draft_length is above 0",
@@ -289,7 +308,7 @@ def decode(
                 index, request = waiting.pop()
                 row = _Row(index, request, time.perf_counter())
                 one = prefill(target, draft, request, ends, structure=structure, cache_length=cache_length)
-                event = _collect(row, one, 0, tokenizer)
+                event = _collect(row, _read(one), 0, tokenizer, logprobs)
                 row.first = time.perf_counter() - row.began
                 yield event
                 if event.answer is None:
@@ -300,29 +319,47 @@ def decode(
         if not any(rows):
             continue
         state = decode_round(target, draft, state, sampling, ends, structure=structure)
-        free = []
+        decided = _read(state)
+        stopped = np.zeros(batch, bool)
         for place, row in enumerate(rows):
             if row is not None:
                 row.passes += 1
-                event = _collect(row, state, place, tokenizer)
+                event = _collect(row, decided, place, tokenizer, logprobs)
                 if event.answer is not None:
                     rows[place] = None
-                    free.append(place)
+                    # A row ended by a stop string is still running as far as the device knows.
+                    stopped[place] = decided.reason[place] == RUNNING
                 yield event
-        if free and batch > 1:
-            # A row ended by a stop string is still running as far as the device knows.
-            state = state.replace(reason=state.reason.at[jnp.asarray(free)].set(LENGTH))
+        if stopped.any():
+            state = dataclasses.replace(state, reason=jnp.where(jnp.asarray(stopped), LENGTH, state.reason))
 
 
-def _collect(row: _Row, state: DecodeState, place: int, tokenizer: PreTrainedTokenizerBase | None) -> Event:
-    """Read what the last round (or prefill) decided for a row; end the row if it is done."""
-    count, reason = int(state.count[place]), int(state.reason[place])
-    new = np.asarray(state.tokens)[place, :count].tolist()
-    accepted = int(state.accepted[place])
+@dataclasses.dataclass(frozen=True)
+class _Decided:
+    """What the last round (or prefill) decided, on the host; fields as in `DecodeState`."""
+
+    tokens: np.ndarray
+    count: np.ndarray
+    reason: np.ndarray
+    accepted: np.ndarray
+    logprobs: np.ndarray
+
+
+def _read(state: DecodeState) -> _Decided:
+    """One transfer for all rows."""
+    return _Decided(*jax.device_get((state.tokens, state.count, state.reason, state.accepted, state.logprobs)))
+
+
+def _collect(
+    row: _Row, decided: _Decided, place: int, tokenizer: PreTrainedTokenizerBase | None, logprobs: bool
+) -> Event:
+    """Take a row's part of what was decided; end the row if it is done."""
+    count, reason, accepted = (int(values[place]) for values in (decided.count, decided.reason, decided.accepted))
     whole = count == accepted + 1
     before = len(row.ids)
-    row.ids += new
-    row.logprobs += np.asarray(state.logprobs)[place, :count].tolist()
+    row.ids += decided.tokens[place, :count].tolist()
+    if logprobs:
+        row.logprobs += decided.logprobs[place, :count].tolist()
     stopped_text = None
     if row.request.stop and tokenizer is not None:
         hit = find_stop(tokenizer, row.ids, row.request.stop, before)
@@ -330,7 +367,7 @@ def _collect(row: _Row, state: DecodeState, place: int, tokenizer: PreTrainedTok
             kept, stopped_text = hit
             whole = whole and kept == len(row.ids)
             del row.ids[kept:], row.logprobs[kept:]
-            reason = next(key for key, name in FINISH_REASONS.items() if name == "stop")
+            reason = STOP
     if row.passes and whole:
         row.accepted.append(accepted)
     fresh = tuple(row.ids[before:])
@@ -344,7 +381,7 @@ def _collect(row: _Row, state: DecodeState, place: int, tokenizer: PreTrainedTok
         prompt_tokens=len(row.request.tokens),
         verification_passes=row.passes,
         accepted=tuple(row.accepted),
-        logprobs=tuple(row.logprobs) if any(row.logprobs) else (),
+        logprobs=tuple(row.logprobs),
         seconds=seconds,
         first_token_seconds=row.first or seconds,
         stopped_text=stopped_text,

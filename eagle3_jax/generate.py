@@ -89,7 +89,8 @@ def empty_state(
     draft_cache = None
     if draft is not None:
         shape = draft.config
-        draft_cache = empty_cache(1, batch, shape.num_kv_heads, cache_length, shape.head_dim, draft.params.fc.dtype)
+        # The draft computes in the dtype of the states that it reads, whatever its weights are kept in.
+        draft_cache = empty_cache(1, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
     return DecodeState(
         target_cache=empty_cache(config.num_layers, batch, config.num_kv_heads, cache_length, config.head_dim, dtype),
         draft_cache=draft_cache,
@@ -106,7 +107,9 @@ def empty_state(
     )
 
 
-def _stop(tokens: jax.Array, count: jax.Array, state_remaining: jax.Array, limit_reason: jax.Array, eos: jax.Array):
+def _stop(
+    tokens: jax.Array, count: jax.Array, state_remaining: jax.Array, limit_reason: jax.Array, eos: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Cut a block in token order: at the first end-of-sequence token, and at the row's limit.
 
     Returns the kept count [B] and the reason [B].
@@ -175,7 +178,8 @@ def prefill_chunk(
         pad = state.tokens.shape[1] - 1
         kept, reason = _stop(first, jnp.ones_like(count), state.remaining, state.limit_reason, eos)
         logprobs = _logprobs(logits, first) if structure.logprobs else jnp.zeros_like(first, jnp.float32)
-        return state.replace(
+        return dataclasses.replace(
+            state,
             target_cache=target_cache,
             draft_cache=draft_cache,
             taps=jnp.pad(taps, ((0, 0), (0, pad), (0, 0))),
@@ -291,8 +295,9 @@ def keep_tokens(state: DecodeState, keep: jax.Array) -> DecodeState:
     cut = state.count - keep
     root = jnp.take_along_axis(state.tokens, jnp.maximum(keep - 1, 0)[:, None], axis=1)[:, 0]
     cache = state.target_cache
-    return state.replace(
-        target_cache=cache.replace(lengths=cache.lengths - cut),
+    return dataclasses.replace(
+        state,
+        target_cache=dataclasses.replace(cache, lengths=cache.lengths - cut),
         count=keep,
         root=jnp.where(state.count > 0, root, state.root),
         remaining=state.remaining + cut,

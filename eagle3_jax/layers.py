@@ -30,7 +30,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
         return scaled.astype(x.dtype) * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def contract(subscripts: str, x: jax.Array, y: jax.Array, wide: bool = False) -> jax.Array:
     """Einsum of two operands in x's precision, accumulated in fp32, forward and backward.
 
@@ -44,6 +43,10 @@ def contract(subscripts: str, x: jax.Array, y: jax.Array, wide: bool = False) ->
       y: weights or activations.
       wide: return the fp32 accumulator instead of x's dtype.
     """
+    return _contract_with_gradient(subscripts, x, y, wide)
+
+
+def _contract(subscripts: str, x: jax.Array, y: jax.Array, wide: bool) -> jax.Array:
     out = jnp.einsum(subscripts, x, y.astype(x.dtype), preferred_element_type=jnp.float32)
     return out if wide else out.astype(x.dtype)
 
@@ -51,7 +54,7 @@ def contract(subscripts: str, x: jax.Array, y: jax.Array, wide: bool = False) ->
 def _contract_forward(
     subscripts: str, x: jax.Array, y: jax.Array, wide: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return contract(subscripts, x, y, wide), (x, y)
+    return _contract(subscripts, x, y, wide), (x, y)
 
 
 def _contract_backward(
@@ -67,7 +70,8 @@ def _contract_backward(
     return x_gradient.astype(x.dtype), y_gradient.astype(y.dtype)
 
 
-contract.defvjp(_contract_forward, _contract_backward)
+_contract_with_gradient = jax.custom_vjp(_contract, nondiff_argnums=(0, 3))
+_contract_with_gradient.defvjp(_contract_forward, _contract_backward)
 
 
 def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -93,7 +97,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
 
 
 def _llama3(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
-    assert rope.original_max_positions and rope.low_freq_factor and rope.high_freq_factor
+    assert rope.original_max_positions
+    assert rope.low_freq_factor
+    assert rope.high_freq_factor
     wavelength = 2 * math.pi / inverse
     low = rope.original_max_positions / rope.low_freq_factor
     high = rope.original_max_positions / rope.high_freq_factor
@@ -108,11 +114,12 @@ def _llama3(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, inverse: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
-    assert rope.original_max_positions
+    original = rope.original_max_positions
+    assert original
 
     def dimension(rotations: float) -> float:
         """The (fractional) frequency index that turns `rotations` times over the original length."""
-        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        turns = original / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
@@ -147,7 +154,8 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[j
       cos, sin: [B, T, H/2] fp32.
     """
     inverse, factor = rope_frequencies(rope, head_dim)
-    angles = jnp.einsum("BT,h->BTh", positions.astype(jnp.float32), inverse)
+    # A product and not an einsum: a matrix unit would round the positions to bf16 or TF32.
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse)[None, None]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

@@ -50,12 +50,18 @@ def target_distribution(logits: jax.Array, sampling: Sampling, *, filters: bool)
         kth = jnp.take_along_axis(descending, (k - 1)[:, None, None], axis=-1)
         kept = jnp.where(descending >= kth, descending, -jnp.inf)
         mass = jax.nn.softmax(kept, axis=-1)
-        # A token stays while the mass of the more likely ones is below top_p; the first always stays.
-        inside = (jnp.cumsum(mass, axis=-1) - mass) < sampling.top_p[:, None, None]
+        # A token stays while the mass of the more likely ones is below top_p; the first always stays. A row that keeps
+        # all is told apart by its value, since rounding can make the sum reach 1 too early.
+        top_p = sampling.top_p[:, None, None]
+        inside = ((jnp.cumsum(mass, axis=-1) - mass) < top_p) | (top_p >= 1)
         inside = (inside | (jnp.arange(vocab)[None, None] == 0)) & (descending >= kth)
-        last = jnp.sum(inside, axis=-1, keepdims=True) - 1
-        lowest = jnp.take_along_axis(descending, last, axis=-1)
-        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+        count = jnp.sum(inside, axis=-1, keepdims=True)
+        lowest = jnp.take_along_axis(descending, count - 1, axis=-1)
+        # Of the tokens tied at the border, those with the highest ids stay, as transformers' ascending sort leaves them.
+        above, tied = logits > lowest, logits == lowest
+        room = count - jnp.sum(above, axis=-1, keepdims=True)
+        from_end = jnp.flip(jnp.cumsum(jnp.flip(tied, axis=-1), axis=-1), axis=-1)
+        logits = jnp.where(above | (tied & (from_end <= room)), logits, -jnp.inf)
     return jax.nn.softmax(logits, axis=-1)
 
 
@@ -80,10 +86,14 @@ def draw(mass: jax.Array, uniform: jax.Array) -> jax.Array:
     Returns:
       [...] int32.
     """
+    vocab = mass.shape[-1]
     cumulative = jnp.cumsum(mass, axis=-1)
-    threshold = uniform * cumulative[..., -1]
-    chosen = jnp.argmax(cumulative > jnp.expand_dims(threshold, -1), axis=-1)
-    return chosen.astype(jnp.int32)
+    threshold = (uniform * cumulative[..., -1])[..., None]
+    index = jnp.arange(vocab, dtype=jnp.int32).reshape((1,) * (mass.ndim - 1) + (vocab,))
+    # A parallel sum rounds differently at each place, so it can rise where there is no mass; the mass itself decides.
+    some = mass > 0
+    first = jnp.min(jnp.where(some & (cumulative > threshold), index, vocab), axis=-1)
+    return jnp.minimum(first, jnp.max(jnp.where(some, index, 0), axis=-1))
 
 
 def uniforms(seed: jax.Array, positions: jax.Array) -> jax.Array:

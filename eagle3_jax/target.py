@@ -7,6 +7,7 @@ the final hidden state, the tapped states and the new tokens' keys and values co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,14 +91,15 @@ def target_specs(config: TargetConfig) -> TargetParams:
     )  # fmt: skip
 
     def layer(index: int) -> TargetLayer:
-        def linear(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec:
+        # The abstract tree has a ParamSpec where the real one has an array; Any says so to the type checker.
+        def linear(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
             inputs = 2 if name == "self_attn.o_proj" else 1  # o_proj reads (N, H)
             return ParamSpec(shape, axes, f"model.layers.{index}.{name}.weight", inputs=inputs)
 
-        def norm(name: str) -> ParamSpec:
+        def norm(name: str) -> Any:
             return ParamSpec((d,), ("norm",), f"model.layers.{index}.{name}.weight", init="ones")
 
-        def bias(name: str, present: bool, shape: tuple[int, ...], axes: tuple[str, ...]) -> ParamSpec | None:
+        def bias(name: str, present: bool, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
             return ParamSpec(shape, axes, f"model.layers.{index}.{name}.bias", init="zeros") if present else None
 
         attn, mlp = config.attention_bias, config.mlp_bias
@@ -120,16 +122,15 @@ def target_specs(config: TargetConfig) -> TargetParams:
             down_bias=bias("mlp.down_proj", mlp, (d,), ("norm",)),
         )
 
-    return TargetParams(
-        embed=ParamSpec((config.vocab_size, d), ("vocab", "embed"), "model.embed_tokens.weight"),
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        norm=ParamSpec((d,), ("norm",), "model.norm.weight", init="ones"),
-        lm_head=ParamSpec((config.vocab_size, d), ("vocab", "embed"), "lm_head.weight", inputs=1),
-    )
+    embed: Any = ParamSpec((config.vocab_size, d), ("vocab", "embed"), "model.embed_tokens.weight")
+    final: Any = ParamSpec((d,), ("norm",), "model.norm.weight", init="ones")
+    head: Any = ParamSpec((config.vocab_size, d), ("vocab", "embed"), "lm_head.weight", inputs=1)
+    layers = tuple(layer(index) for index in range(config.num_layers))
+    return TargetParams(embed=embed, layers=layers, norm=final, lm_head=head)
 
 
 def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return x if bias is None else x + bias.reshape((1, 1) + bias.shape)
+    return x if bias is None else x + bias.reshape((1, 1, *bias.shape))
 
 
 def _attention_block(
@@ -170,7 +171,12 @@ def target_forward(
       taps: boundaries IN(i) to return: the state entering layer i, or for i = L leaving the last layer.
       cache: committed rows, read only.
       cache_mask: [B, T, S] bool; required with a cache.
+
+    Raises:
+      ValueError: one of cache and cache_mask without the other.
     """
+    if (cache is None) != (cache_mask is None):
+        raise ValueError("cache and cache_mask belong together: the mask says which cached rows may be read")
     config, params = target.config, target.params
     table = rope_table(config.rope, config.head_dim, positions)
     with jax.named_scope("embed"):

@@ -76,9 +76,17 @@ def vocab_from_offsets(
       where: name of the file in error messages.
 
     Raises:
-      InputError: as `vocab_from_ids`; t2d of another length or naming other tokens than d2t.
+      InputError: as `vocab_from_ids`; offsets that are no integers; t2d of another length or naming other tokens than
+        d2t.
     """
-    offsets = np.asarray(offsets, np.int64)
+    offsets = np.asarray(offsets)
+    if not np.issubdtype(offsets.dtype, np.integer):
+        raise InputError(
+            expected=f"integers in {where}",
+            found=f"type {offsets.dtype}",
+            remedy="The map is damaged or of another kind; export the draft again.",
+        )
+    offsets = offsets.astype(np.int64)
     vocab = vocab_from_ids(offsets + np.arange(offsets.size), vocab_size, where)
     if member is None:
         return vocab
@@ -119,7 +127,7 @@ def most_frequent(counts: np.ndarray, size: int, always: tuple[int, ...] = ()) -
       always: ids taken whatever their count (end-of-turn tokens).
 
     Raises:
-      InputError: `size` is not between 1 and V.
+      InputError: `size` is not between 1 and V; more distinct ids in `always` than fit, or one beyond the vocabulary.
     """
     counts = np.asarray(counts, np.int64)
     if not 0 < size <= counts.size:
@@ -128,6 +136,13 @@ def most_frequent(counts: np.ndarray, size: int, always: tuple[int, ...] = ()) -
             found=f"{size}",
             remedy="Choose a size up to the target's vocabulary.",
         )
+    kept = sorted(set(always))
+    if len(kept) > size or any(not 0 <= token < counts.size for token in kept):
+        raise InputError(
+            expected=f"at most {size} tokens to keep in any case, from 0 to {counts.size - 1}",
+            found=f"{len(kept)}: {', '.join(map(str, kept[:8]))}",
+            remedy="Choose a larger draft vocabulary, or fewer tokens.",
+        )
     ranked = counts.copy()
-    ranked[list(always)] = np.iinfo(np.int64).max
+    ranked[kept] = np.iinfo(np.int64).max
     return np.sort(np.argsort(-ranked, kind="stable")[:size])

@@ -12,12 +12,12 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_gguf import PRE_TOKENIZERS, SPECIALS, UNREACHABLE, reference_tokenizer, tokenizer_metadata, write_gguf
 from tokenizers import Tokenizer
 
 from convert.gguf_tokenizer import build_tokenizer
 from convert.target import convert, main
 from eagle3_jax.errors import InputError
+from tests.tiny_gguf import PRE_TOKENIZERS, SPECIALS, UNREACHABLE, reference_tokenizer, tokenizer_metadata, write_gguf
 
 STRINGS = [
     "",
@@ -138,7 +138,6 @@ def test_eos_and_pairs_are_framed() -> None:
     assert pair.type_ids == [0] * (len(one) + 2) + [1] * (len(two) + 2)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe"])
 def test_transformers_reads_the_files(tmp_path: Path, pre: str) -> None:
     metadata = tokenizer_metadata(pre)

@@ -13,10 +13,10 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
-from tiny_gguf import hf_tensors, reference_tokenizer, tiny_llama
 
 from convert.target import convert, main
 from eagle3_jax.errors import InputError
+from tests.tiny_gguf import hf_tensors, reference_tokenizer, tiny_llama
 
 Weights = dict[str, torch.Tensor]
 
@@ -282,7 +282,6 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
     assert "config.json" in refusal(folder)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 def test_converting_twice_changes_nothing_and_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = safetensors_folder(tmp_path / "in", weights(tied=False), tied=False)
     assert main([str(folder), str(tmp_path / "one")]) == 0

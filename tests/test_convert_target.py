@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
-from tiny_gguf import HEADS, HIDDEN, VOCAB, gguf_tensors, hf_tensors, tiny_llama, write_gguf
 
 from convert import gguf_reader
 from convert.llama_folder import SourceTensor, plan_shards, tensor_shapes, write_folder
 from convert.target import convert, main
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import InputError
+from tests.tiny_gguf import HEADS, HIDDEN, VOCAB, gguf_tensors, hf_tensors, tiny_llama, write_gguf
 
 ROOT = Path(__file__).parents[1]
 # Cosine between a matrix and what the type keeps of it. A 4-bit type has steps of about 0.3 standard deviations.
@@ -86,7 +86,6 @@ def test_rows_of_q_and_k_come_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tied", "kind", "error"), [(True, "F32", 1e-5), (False, "F32", 1e-5), (True, "F16", 3e-2)])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 def test_transformers_computes_the_same_logits(tmp_path: Path, tied: bool, kind: str, error: float) -> None:
     folder = converted(tmp_path, kind=kind, tensors=gguf_tensors(hf_tensors(tied)))
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -170,8 +169,9 @@ def test_other_rope_freqs_are_refused(tmp_path: Path) -> None:
     assert "rope_freqs.weight" in refusal(tmp_path, tensors=gguf_tensors(hf_tensors()) | freqs)
 
 
-def test_linear_scaling_is_kept(tmp_path: Path) -> None:
-    folder = converted(tmp_path, metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+@pytest.mark.parametrize("kind", ["linear", None])
+def test_linear_scaling_is_kept(tmp_path: Path, kind: str | None) -> None:
+    folder = converted(tmp_path, metadata={"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0})
     assert config_of(folder)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
 
@@ -280,7 +280,6 @@ def test_planned_shapes_are_those_of_transformers() -> None:
     assert tensor_shapes(TargetConfig.from_hf(config.to_dict())) == wanted
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 def test_large_models_are_written_in_shards_that_load(tmp_path: Path) -> None:
     source = gguf_reader.read_gguf(write_gguf(tmp_path / "model.gguf"), None)
     write_folder(source, tmp_path / "out", "float32", limit=100_000)
@@ -395,7 +394,6 @@ def test_module_runs_and_exits_with_two_on_wrong_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.smollm2
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 def test_demo_target_writes_english() -> None:
     folder = ROOT / "models" / "SmolLM2-135M-Instruct"
     if not folder.is_dir():

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,28 @@ ROWS_FILE = "rows.safetensors"
 SHARD_ROWS = 128
 ROW_ARRAYS = ("tokens", "spans", "documents", "positions")
 Row = dict[str, np.ndarray]
+
+
+class RowSource(Protocol):
+    """Rows by number: dictionaries of arrays with one leading axis [T]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+def check_tokens(packed: Packed, vocab_size: int) -> None:
+    """Refuse rows whose tokens are not the target's.
+
+    Raises:
+      InputError: a token id that is not below `vocab_size`; a gather would take another one in silence.
+    """
+    if packed.tokens.size and packed.tokens.max() >= vocab_size:
+        raise InputError(
+            expected=f"token ids below the target's vocabulary size {vocab_size}",
+            found=f"token id {packed.tokens.max()}",
+            remedy="Encode the data with the tokenizer of this target.",
+        )
 
 
 def _shard(index: int) -> str:
@@ -58,8 +80,10 @@ def write_features(
       progress: called with the rows done and the rows in all.
 
     Raises:
-      InputError: the folder holds features of other rows, taps or another target; a feature is not finite.
+      InputError: the folder holds features of other rows, taps or another target; a token is not the target's; a
+        feature is not finite.
     """
+    check_tokens(packed, target.config.vocab_size)
     rows = {name: np.ascontiguousarray(getattr(packed, name)) for name in ROW_ARRAYS}
     count, length = rows["tokens"].shape
     meta = {
@@ -68,7 +92,6 @@ def write_features(
         "taps": list(taps),
         "hidden_size": target.config.hidden_size,
         "target_fingerprint": fingerprint(target),
-        "tokens_sum": int(rows["tokens"].sum(dtype=np.int64)),
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / META_FILE

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grain
 import jax
@@ -21,14 +22,24 @@ import numpy as np
 from eagle3_jax.checkpoint import fingerprint, load_target
 from eagle3_jax.config import DraftConfig, RopeConfig
 from eagle3_jax.draft import Draft, DraftParams, draft_specs
+from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import teacher_forced
 from eagle3_jax.params import count_params, init_params
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
-from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.config import TrainConfig, check_taps
 from eagle3_jax.training.data import encode_file
-from eagle3_jax.training.features import FeatureRows, Joined, Row, Rows, features_in_loop, tap_scales
+from eagle3_jax.training.features import (
+    FeatureRows,
+    Joined,
+    Row,
+    Rows,
+    RowSource,
+    check_tokens,
+    features_in_loop,
+    tap_scales,
+)
 from eagle3_jax.training.loss import Batch, StepSums
 from eagle3_jax.training.packing import Packed, pack
 from eagle3_jax.training.step import Teacher, TrainState, make_eval_step, make_optimizer, make_train_step
@@ -55,7 +66,11 @@ class Result:
 
 
 def packed_rows(config: TrainConfig) -> Packed:
-    """Read the data files, encode them with the target's tokenizer and pack them; reports go to the log."""
+    """Read the data files, encode them with the target's tokenizer and pack them; reports go to the log.
+
+    Raises:
+      InputError: see `training.data.encode_file`.
+    """
     tokenizer = load_tokenizer(Path(config.target))
     encoded = []
     for name in config.data:
@@ -67,9 +82,11 @@ def packed_rows(config: TrainConfig) -> Packed:
     return packed
 
 
-def _open_rows(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> Sequence[Row]:
+def _open_rows(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> RowSource:
     if not config.features:
-        return Rows(packed_rows(config))
+        packed = packed_rows(config)
+        check_tokens(packed, target.config.vocab_size)
+        return Rows(packed)
     mark = fingerprint(target)
     folders = [Path(name) for name in config.features]
     return Joined(
@@ -77,7 +94,7 @@ def _open_rows(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> Se
     )
 
 
-def choose_vocab(rows: Sequence[Row], size: int, vocab_size: int, always: tuple[int, ...]) -> tuple[DraftVocab, float]:
+def choose_vocab(rows: RowSource, size: int, vocab_size: int, always: tuple[int, ...]) -> tuple[DraftVocab, float]:
     """The most frequent supervised tokens, and the share of supervised tokens that they cover."""
     counts = np.zeros(vocab_size, np.int64)
     for index in range(len(rows)):
@@ -85,6 +102,11 @@ def choose_vocab(rows: Sequence[Row], size: int, vocab_size: int, always: tuple[
         counts += np.bincount(row["tokens"][row["spans"] > 0], minlength=vocab_size)
     ids = most_frequent(counts, size, always)
     return vocab_from_ids(ids, vocab_size), float(counts[ids].sum() / max(1, counts.sum()))
+
+
+def label_head(target: Target, vocab: DraftVocab) -> jax.Array:
+    """The target's head at the draft vocabulary's tokens: [C, D]."""
+    return jnp.take(target.params.lm_head, vocab.d2t, axis=0, mode="clip")
 
 
 def initial_params(
@@ -109,10 +131,11 @@ def initial_params(
     unit = jax.random.normal(jax.random.fold_in(key, 1_000), (config.hidden_size, taps, width), jnp.float32)
     factors = (1.0 / (per_tap * np.sqrt(taps * width))).astype(np.float32)
     fused = (unit * factors[None, :, None]).reshape(config.hidden_size, taps * width)
-    params = params.replace(fc=fused)
+    params = dataclasses.replace(params, fc=fused)
     if config.hidden_size == width:
-        head = jnp.take(target.params.lm_head, vocab.d2t, axis=0, mode="clip").astype(jnp.float32)
-        params = params.replace(lm_head=head, norm=target.params.norm.astype(jnp.float32))
+        # Copies: an update donates the draft's arrays, and the target still needs its own.
+        head, norm = (jnp.array(each, jnp.float32) for each in (label_head(target, vocab), target.params.norm))
+        params = dataclasses.replace(params, lm_head=head, norm=norm)
     return params
 
 
@@ -148,7 +171,17 @@ def _sums_to_metrics(sums: StepSums) -> dict[str, Any]:
     return teacher_forced(**{field.name: getattr(host, field.name) for field in dataclasses.fields(StepSums)})
 
 
-def _shown(values: Sequence[float | None]) -> str:
+def _finite(value: Any) -> Any:
+    """The same with null for nan and infinities, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shown(values: Sequence[float | None]) -> str:
+    """Ratios as the progress line prints them."""
     return " ".join("-" if value is None else f"{value:.3f}" for value in values)
 
 
@@ -159,7 +192,7 @@ class _Setup:
     target: Target
     draft: Draft
     teacher: Teacher
-    rows: Sequence[Row]
+    rows: RowSource
     train_order: np.ndarray
     held_out: np.ndarray
     online: bool
@@ -170,12 +203,11 @@ def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
     folder = Path(config.target)
     target = load_target(folder)
     taps = config.taps or target.config.default_taps
+    check_taps(taps, target.config.num_layers)
     rows = _open_rows(config, target, taps)
     order = np.random.default_rng(config.seed).permutation(len(rows))
     held_out, train_order = order[: config.held_out_rows], order[config.held_out_rows :]
     if train_order.size < config.batch_rows:
-        from eagle3_jax.errors import InputError
-
         raise InputError(
             expected=f"at least held_out_rows + batch_rows = {config.held_out_rows + config.batch_rows} packed rows",
             found=f"{len(rows)}",
@@ -207,11 +239,10 @@ def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
         arrays = {name: jnp.asarray(array) for name, array in stacked.items()}
         stacked = {name: np.asarray(array) for name, array in features_in_loop(target, taps, arrays).items()}
     scales = tap_scales(stacked["taps"], stacked["documents"], len(taps))
-    logger.info("typical RMS of the taps %s: %s", list(taps), _shown(scales.tolist()))
+    logger.info("typical RMS of the taps %s: %s", list(taps), shown(scales.tolist()))
     params = initial_params(draft_config, target, vocab, scales, jax.random.key(config.seed))
     draft = Draft(params=params, vocab=vocab, embed=target.params.embed, config=draft_config)
-    label_head = jnp.take(target.params.lm_head, vocab.d2t, axis=0, mode="clip")
-    return _Setup(target, draft, Teacher(label_head=label_head), rows, train_order, held_out, online)
+    return _Setup(target, draft, Teacher(label_head=label_head(target, vocab)), rows, train_order, held_out, online)
 
 
 def _batch(setup: _Setup, rows: dict[str, np.ndarray]) -> Batch:
@@ -222,14 +253,30 @@ def _batch(setup: _Setup, rows: dict[str, np.ndarray]) -> Batch:
 
 
 def evaluate(setup: _Setup, draft: Draft, steps: int, batch_rows: int, eval_step: Any) -> dict[str, Any]:
-    """Teacher-forced metrics on the held-out rows."""
+    """Teacher-forced metrics on all held-out rows."""
     total: StepSums | None = None
-    for start in range(0, len(setup.held_out) - batch_rows + 1, batch_rows):
+    for start in range(0, len(setup.held_out), batch_rows):
         rows = [setup.rows[int(index)] for index in setup.held_out[start : start + batch_rows]]
+        # A short last batch is filled up with rows that nothing counts in, so that one program serves all.
+        rows += [rows[0] | {"spans": np.zeros_like(rows[0]["spans"])}] * (batch_rows - len(rows))
         batch = _batch(setup, {name: np.stack([row[name] for row in rows]) for name in rows[0]})
         sums = eval_step(draft, batch, setup.teacher, steps=steps)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     return {} if total is None else _sums_to_metrics(total)
+
+
+def evaluate_rows(target: Target, draft: Draft, rows: RowSource, steps: int) -> dict[str, Any]:
+    """Teacher-forced metrics of a draft on rows without features, one row at a time."""
+    setup = _Setup(
+        target=target,
+        draft=draft,
+        teacher=Teacher(label_head=label_head(target, draft.vocab)),
+        rows=rows,
+        train_order=np.arange(0),
+        held_out=np.arange(len(rows)),
+        online=True,
+    )
+    return evaluate(setup, draft, steps, 1, make_eval_step())
 
 
 def train(config: TrainConfig) -> Result:
@@ -242,30 +289,32 @@ def train(config: TrainConfig) -> Result:
       InputError: see `TrainConfig.check`, the data and the target; an existing run of another config.
     """
     config.check()
-    run = RunFolder(Path(config.output), keep=config.keep)
+    run = RunFolder(Path(config.output), keep=config.keep, writes=True)
     setup = _prepare(config, run)
     schedule = config.learning_rates()
     optimizer = make_optimizer(schedule, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip)
     state = TrainState(
         params=setup.draft.params,
-        opt_state=optimizer.init(setup.draft.params),
+        opt_state=optimizer.init(cast(Any, setup.draft.params)),
         update=jnp.int32(0),
         skipped=jnp.int32(0),
     )
     if run.latest() is not None:
         state = run.restore(abstract_state(state))
         logger.info("resumed at update %d", int(state.update))
+    run.trim_log(int(state.update))
     logger.info("%d trainable parameters", count_params(state.params))
     step = make_train_step(optimizer, decay=config.step_decay)
     eval_step = make_eval_step()
     source = grain.MapDataset.source(_Ordered(setup.rows, setup.train_order)).seed(config.seed).shuffle().repeat()
     per_update = config.batch_rows * config.accumulation
+    model = dataclasses.replace(setup.draft, params=None)  # the state has them
     interrupt, evaluation = Interrupt(), {}
     began, tokens_done, first = time.perf_counter(), 0, int(state.update)
     log = run.metrics.open("a", encoding="utf-8")
 
     def record(entry: dict[str, Any]) -> None:
-        log.write(json.dumps(entry) + "\n")
+        log.write(json.dumps(_finite(entry), allow_nan=False) + "\n")
         log.flush()
 
     with interrupt.watch(), log:
@@ -277,14 +326,15 @@ def train(config: TrainConfig) -> Result:
                 part = rows[start : start + config.batch_rows]
                 micro.append(_batch(setup, {name: np.stack([row[name] for row in part]) for name in part[0]}))
             batches = jax.tree.map(lambda *arrays: jnp.stack(arrays), *micro)
-            learning_rate = float(schedule(_optimizer_count(state)))
-            state, sums, norms = step(state, batches, setup.draft.replace(params=None), setup.teacher, steps=steps)
+            state, sums, norms = step(state, batches, model, setup.teacher, steps=steps)
             tokens_done += per_update * config.row_length
             last = update + 1 == config.updates
             if (update + 1) % config.log_every == 0 or last or update == first:
                 metrics = _sums_to_metrics(sums)
                 seconds = time.perf_counter() - began
                 applied = bool(norms["applied"])
+                # The schedule counts the updates that changed something, as optax does.
+                learning_rate = float(np.asarray(schedule(int(state.update) - int(state.skipped) - applied)))
                 loss = sum(config.step_decay**s * (value or 0.0) for s, value in enumerate(metrics["cross_entropy"]))
                 entry = {
                     "update": update + 1, "steps": steps, "loss": loss if applied else "skipped", **metrics,
@@ -295,27 +345,28 @@ def train(config: TrainConfig) -> Result:
                 record(entry)
                 left = seconds / (update + 1 - first) * (config.updates - update - 1)
                 print(
-                    f"update {update + 1}/{config.updates} steps {steps} loss {loss:.3f} joint {_shown(metrics['joint'])} "
-                    f"conditional {_shown(metrics['conditional'])} lr {learning_rate:.2e} |g| {entry['gradient_norm']:.2f} "
+                    f"update {update + 1}/{config.updates} steps {steps} loss {loss:.3f} joint {shown(metrics['joint'])} "
+                    f"conditional {shown(metrics['conditional'])} lr {learning_rate:.2e} |g| {entry['gradient_norm']:.2f} "
                     f"{entry['tokens_per_second']:.0f} tok/s left {left / 60:.1f} min"
                     + ("" if applied else f" SKIPPED ({int(state.skipped)} so far)"),
                     file=sys.stderr,
                     flush=True,
                 )
             due = (update + 1) % config.save_every == 0 or last or interrupt.asked
-            if config.held_out_rows and ((update + 1) % config.eval_every == 0 or last):
-                model = setup.draft.replace(params=state.params)
-                evaluation = evaluate(setup, model, config.max_steps, config.batch_rows, eval_step)
+            evaluated = config.held_out_rows > 0 and ((update + 1) % config.eval_every == 0 or last)
+            if evaluated:
+                draft = dataclasses.replace(setup.draft, params=state.params)
+                evaluation = evaluate(setup, draft, config.max_steps, config.batch_rows, eval_step)
                 record({"update": update + 1, "held_out": evaluation})
                 print(
-                    f"held out at {update + 1}: accuracy {_shown(evaluation['accuracy'])} | joint {_shown(evaluation['joint'])}"
-                    f" | conditional {_shown(evaluation['conditional'])}",
+                    f"held out at {update + 1}: accuracy {shown(evaluation['accuracy'])} | joint {shown(evaluation['joint'])}"
+                    f" | conditional {shown(evaluation['conditional'])}",
                     file=sys.stderr,
                     flush=True,
                 )
             if due:
-                joint = sum(value or 0.0 for value in evaluation.get("joint", []))
-                run.save(state, {"joint": joint} if evaluation else None)
+                # Only what was measured at this very update may decide which checkpoint is best.
+                run.save(state, sum(value or 0.0 for value in evaluation["joint"]) if evaluated else None)
             if interrupt.asked:
                 run.close()
                 return Result(update + 1, last, evaluation)
@@ -323,19 +374,14 @@ def train(config: TrainConfig) -> Result:
     return Result(config.updates, True, evaluation)
 
 
-def _optimizer_count(state: TrainState) -> jax.Array:
-    """Updates that changed something: the schedule's argument."""
-    return state.update - state.skipped
-
-
-class _Ordered(Sequence[Row]):
+class _Ordered:
     """Rows by an array of indices."""
 
-    def __init__(self, rows: Sequence[Row], order: np.ndarray):
+    def __init__(self, rows: RowSource, order: np.ndarray):
         self._rows, self._order = rows, order
 
     def __len__(self) -> int:
         return int(self._order.size)
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: int) -> Row:
         return self._rows[int(self._order[index])]

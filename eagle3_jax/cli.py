@@ -1,0 +1,184 @@
+"""The command line: parses, starts the runtime, calls a command, turns errors into exit codes.
+
+Results go to stdout, progress and notes to stderr. Exit codes: 0 done, 2 the input is wrong, 1 a fault of ours,
+130 interrupted with a state that can be resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+
+from eagle3_jax import commands, runtime
+from eagle3_jax.errors import InputError
+from eagle3_jax.training import commands as training
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("common")
+    group.add_argument(
+        "--device", choices=sorted(runtime.PLATFORMS), help="refused when there is none; default: what jax finds"
+    )
+    group.add_argument("--cache-dir", help="folder of compiled programs; '' keeps none; default: a private one")
+    group.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=sorted(runtime.DTYPES), help="default: float32 on a CPU, else bfloat16")
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=1, help="rows decoded together")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="eagle3-jax", description="EAGLE-3 speculative decoding in JAX: train drafts, decode with them, measure."
+    )
+    subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = subcommands.add_parser(
+        "generate",
+        help="answer prompts, plain or with a draft",
+        description="Answer prompts. Without --draft: plain decoding, one token a pass. With one: EAGLE-3, the same text.",
+        epilog="Example: eagle3-jax generate --target models/SmolLM2-135M-Instruct --draft "
+        'checkpoints/smollm2-135m-instruct-eagle3 --prompt "Why is the sky blue?" --stream',
+    )
+    generate.add_argument("--target", required=True, help="HuggingFace LLaMA folder")
+    generate.add_argument("--draft", help="canonical draft folder")
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt")
+    source.add_argument("--prompts", help='jsonl: {"prompt": text} | {"messages": [...]} | {"turns": [...]}')
+    generate.add_argument("--method", choices=("plain", "eagle3"), help="default: eagle3 with a draft, else plain")
+    generate.add_argument("--draft-length", type=int, default=4, help="tokens drafted a round (default 4)")
+    _sampling(generate)
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT")
+    generate.add_argument("--ignore-eos", action="store_true")
+    generate.add_argument("--logprobs", action="store_true", help="the target's log-probability of each token (--json)")
+    generate.add_argument("--raw", action="store_true", help="no chat template")
+    generate.add_argument("--stream", action="store_true", help="print text as it is decided (one prompt at a time)")
+    generate.add_argument("--json", action="store_true", help="one JSON object a line")
+    _dtype(generate)
+    generate.set_defaults(run=commands.generate)
+
+    train = subcommands.add_parser(
+        "train",
+        help="train a draft",
+        description="Train a draft as a config file says; resumes by itself when the output folder holds a run. Every "
+        "field of the config can be overridden: --learning_rate 2e-4 --schedule '((100,1),(50,7))'.",
+        epilog="Example: eagle3-jax train configs/smollm2_135m.py --output runs/mine --updates 500",
+    )
+    train.add_argument("config", help="a Python file under configs/")
+    train.set_defaults(run=training.train, takes_fields=True)
+
+    export = subcommands.add_parser("export", help="write a run's draft as a canonical folder")
+    export.add_argument("run_folder", metavar="RUN", help="output folder of a training run")
+    export.add_argument("destination", metavar="DST")
+    export.add_argument("--step", default="best", help="an update number, best (default) or latest")
+    export.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    export.add_argument("--force", action="store_true", help="replace DST")
+    export.set_defaults(run=training.export)
+
+    evaluate = subcommands.add_parser("eval", help="teacher-forced acceptance of a draft beside real decoding")
+    evaluate.add_argument("--target", required=True)
+    evaluate.add_argument("--draft", required=True)
+    evaluate.add_argument("--data", required=True, help="jsonl with answers, as for training")
+    evaluate.add_argument("--limit", type=int, default=32, help="rows used (default 32)")
+    evaluate.add_argument("--draft-length", type=int, default=5)
+    evaluate.add_argument("--max-new-tokens", type=int, default=128)
+    evaluate.add_argument("--row-length", type=int, default=512)
+    evaluate.add_argument("--json", action="store_true")
+    _dtype(evaluate)
+    evaluate.set_defaults(run=training.evaluate)
+
+    data = subcommands.add_parser("data", help="prepare training data").add_subparsers(dest="what", required=True)
+    regenerate = data.add_parser(
+        "regenerate",
+        help="let the target answer prompts",
+        description="Let the target write answers to prompts, which is what a draft learns best from. Interrupted runs "
+        "continue: prompts whose id is in the output already are not asked again.",
+    )
+    regenerate.add_argument("prompts", help="jsonl of prompts")
+    regenerate.add_argument("--target", required=True)
+    regenerate.add_argument("--out", required=True, help="jsonl of answers")
+    regenerate.add_argument("--skip", type=int, default=0, help="prompts to leave out at the beginning")
+    regenerate.add_argument("--limit", type=int, help="prompts to take after that")
+    regenerate.add_argument(
+        "--exclude", action="append", default=[], metavar="FILE", help="leave out ids found in FILE"
+    )
+    regenerate.add_argument("--force", action="store_true", help="start over, replacing the output")
+    _sampling(regenerate)
+    _dtype(regenerate)
+    regenerate.set_defaults(run=training.regenerate)
+    features = data.add_parser(
+        "features",
+        help="write the target's features of a config's data to disk",
+        description="Run the target over the data of a config once, so that training need not. Takes the fields of the "
+        "config as `train` does.",
+    )
+    features.add_argument("config")
+    features.add_argument("--out", required=True, help="features folder")
+    _dtype(features)
+    features.set_defaults(run=training.features, takes_fields=True)
+
+    for sub in (generate, train, export, evaluate, regenerate, features):
+        _common(sub)
+    return parser
+
+
+def _fields(parser: argparse.ArgumentParser, rest: Sequence[str]) -> dict[str, str]:
+    """`--field value` pairs that the parser does not know: overrides of the config."""
+    fields: dict[str, str] = {}
+    items = list(rest)
+    while items:
+        name = items.pop(0)
+        if not name.startswith("--"):
+            parser.error(f"unexpected argument {name!r}")
+        name, sign, value = name[2:].partition("=")
+        if not sign:
+            if not items:
+                parser.error(f"--{name} needs a value")
+            value = items.pop(0)
+        fields[name.replace("-", "_")] = value
+    return fields
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(arguments)
+    if rest and not getattr(args, "takes_fields", False):
+        parser.error(f"unrecognised arguments: {' '.join(rest)}")
+    args.fields = _fields(parser, rest)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("eagle3_jax").setLevel(logging.INFO)
+    try:
+        return int(args.run(args))
+    except InputError as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"eagle3-jax: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("eagle3-jax: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"eagle3-jax: a fault of ours: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

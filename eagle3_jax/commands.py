@@ -1,0 +1,117 @@
+"""`eagle3-jax generate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+from eagle3_jax import runtime
+from eagle3_jax.checkpoint import load_draft, load_target, read_config
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.engine import Answer, Request, check_request, decode
+from eagle3_jax.errors import InputError
+from eagle3_jax.metrics import tau
+from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl
+from eagle3_jax.tokenizer import TextStream, check_stops, eos_ids, load_tokenizer
+from eagle3_jax.tokenizer import decode as decode_text
+
+logger = logging.getLogger(__name__)
+
+# Below this acceptance, over this many passes, a draft is most likely wired up wrongly.
+DEAD_DRAFT_TAU, DEAD_DRAFT_PASSES = 1.1, 50
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Answer prompts; see `eagle3-jax generate --help`."""
+    method = args.method or ("eagle3" if args.draft else "plain")
+    if (method == "eagle3") != bool(args.draft):
+        raise InputError(
+            expected="--draft with --method eagle3, and no --draft with --method plain",
+            found=f"--method {method} {'with' if args.draft else 'without'} --draft",
+            remedy="Give both or neither.",
+        )
+    for name, value in (("--draft-length", args.draft_length), ("--batch", args.batch)):
+        if value < 1:
+            raise InputError(
+                expected=f"{name} of at least 1", found=str(value), remedy="Plain decoding is --method plain."
+            )
+    info = runtime.start(args.device, args.dtype, args.cache_dir)
+    print(info, file=sys.stderr)
+    folder = Path(args.target)
+    # Everything about the prompts is checked before the weights are read.
+    config = TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
+    tokenizer = load_tokenizer(folder)
+    rows = [{"prompt": args.prompt}] if args.prompt is not None else read_jsonl(Path(args.prompts))
+    stops = check_stops(tokenizer, args.stop)
+    requests = []
+    for index, row in enumerate(rows):
+        where = "--prompt" if args.prompt is not None else f"row {index + 1} of {args.prompts}"
+        ids = encode_prompt(tokenizer, prompt_messages(row, where), where, raw=args.raw)
+        request = Request(
+            tokens=ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
+            top_p=args.top_p, seed=args.seed + index, stop=stops,
+        )  # fmt: skip
+        check_request(request, config, index)
+        requests.append(request)
+    dtype = runtime.DTYPES[info.dtype]
+    target = load_target(folder, dtype)
+    draft = load_draft(Path(args.draft), target) if args.draft else None
+    print("compiling (once per shape; kept for later runs)", file=sys.stderr)
+    ends = () if args.ignore_eos else eos_ids(folder, tokenizer)
+    streams = {index: TextStream(tokenizer, stops) for index in range(len(requests))}
+    answers: list[Answer] = []
+    for event in decode(
+        target, draft, requests, draft_length=args.draft_length if draft is not None else 0,
+        batch=1 if args.stream else args.batch, eos=ends, tokenizer=tokenizer, logprobs=args.logprobs,
+    ):  # fmt: skip
+        if args.stream and not args.json:
+            print(streams[event.index].push(event.token_ids), end="", flush=True)
+        if event.answer is None:
+            continue
+        answers.append(event.answer)
+        if args.json:
+            print(json.dumps(_record(event.answer, decode_text(tokenizer, event.answer.token_ids), args)), flush=True)
+        elif args.stream:
+            print(streams[event.index].finish(), flush=True)
+        else:
+            text = event.answer.stopped_text
+            print(decode_text(tokenizer, event.answer.token_ids) if text is None else text, flush=True)
+    _summary(answers, draft is not None)
+    return 0
+
+
+def _record(answer: Answer, text: str, args: argparse.Namespace) -> dict[str, object]:
+    record: dict[str, object] = {
+        "prompt_index": answer.index,
+        "text": text if answer.stopped_text is None else answer.stopped_text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "new_tokens": len(answer.token_ids),
+        "verification_passes": answer.verification_passes,
+        "tau": tau([len(answer.token_ids)], [answer.verification_passes]),
+        "seconds": round(answer.seconds, 4),
+    }
+    if args.logprobs:
+        record["logprobs"] = list(answer.logprobs)
+    return record
+
+
+def _summary(answers: list[Answer], drafted: bool) -> None:
+    """One line on stderr, and a warning when the draft looks dead: its output is right, so nothing else would show it."""
+    tokens = [len(answer.token_ids) for answer in answers]
+    passes = [answer.verification_passes for answer in answers]
+    pooled = tau(tokens, passes)
+    seconds = sum(answer.seconds for answer in answers)
+    shown = "-" if pooled is None else f"{pooled:.2f}"
+    print(f"{sum(tokens)} tokens, {sum(passes)} passes, tau {shown}, {seconds:.1f} s", file=sys.stderr)
+    if drafted and pooled is not None and pooled < DEAD_DRAFT_TAU and sum(passes) >= DEAD_DRAFT_PASSES:
+        logger.warning(
+            "tau %.2f: almost no draft is accepted. Likely causes: the draft was trained for another target; its taps, "
+            "rotary base or norm flags differ from how it was trained; its vocabulary map is not its own; the prompt "
+            "lacks the chat template it was trained with; or it is untrained.",
+            pooled,
+        )

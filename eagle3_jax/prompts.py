@@ -1,0 +1,87 @@
+"""Prompts as users give them: one text, or a jsonl file in one of three forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3_jax.errors import InputError
+from eagle3_jax.tokenizer import chat_ids, text_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMS = '{"prompt": text} | {"messages": [{"role", "content"}, ...]} | {"turns": [text, ...]}'
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Read a jsonl file whole; every line must be an object.
+
+    Raises:
+      InputError: no such file, no lines, or a line that is not a JSON object, with its number.
+    """
+    if not path.is_file():
+        raise InputError(expected=f"a jsonl file at {path}", found="no such file", remedy="Check the path.")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(
+                expected=f"a JSON object on every line of {path}",
+                found=f"line {number} that does not parse ({error})",
+                remedy="Correct or delete the line.",
+            ) from None
+        if not isinstance(row, dict):
+            raise InputError(
+                expected=f"a JSON object on every line of {path}",
+                found=f"a {type(row).__name__} on line {number}",
+                remedy=f"Forms: {FORMS}.",
+            )
+        rows.append(row)
+    if not rows:
+        raise InputError(expected=f"prompts in {path}", found="an empty file", remedy=f"Forms: {FORMS}.")
+    return rows
+
+
+def prompt_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
+    """The messages that ask a prompt's first question: `messages` up to the first answer, or the first turn.
+
+    Raises:
+      InputError: a row of no known form, or without a user's text.
+    """
+    if isinstance(row.get("messages"), list):
+        messages = []
+        for message in row["messages"]:
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
+                break
+            messages.append({"role": str(message["role"]), "content": message["content"]})
+        else:
+            return messages
+    elif isinstance(row.get("prompt"), str):
+        return [{"role": "user", "content": row["prompt"]}]
+    elif isinstance(row.get("turns"), list) and row["turns"] and isinstance(row["turns"][0], str):
+        return [{"role": "user", "content": row["turns"][0]}]
+    raise InputError(
+        expected=f"a prompt as {FORMS} in {where}",
+        found=f"keys {', '.join(map(str, row)) or 'none'}",
+        remedy="Rewrite the row in one of these forms.",
+    )
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], where: str, *, raw: bool = False
+) -> tuple[int, ...]:
+    """Tokens of a prompt, through the chat template, or as plain text with `raw`.
+
+    Raises:
+      InputError: nothing to ask.
+    """
+    if not any(message["content"].strip() for message in messages if message["role"] != "system"):
+        raise InputError(expected=f"some text in {where}", found="an empty prompt", remedy="Give a prompt.")
+    if raw:
+        return tuple(text_ids(tokenizer, "\n".join(message["content"] for message in messages)))
+    return tuple(chat_ids(tokenizer, messages, add_generation_prompt=True))

@@ -1,0 +1,102 @@
+"""The process around a command: device, precision, compilation cache. Set once, before jax touches a device."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from eagle3_jax.errors import InputError
+
+# jax's name of each platform that the command line offers.
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a command runs on.
+
+    Attributes:
+      platform: cpu, gpu or tpu.
+      device: the device's own name.
+      dtype: of parameters and activations.
+      precision: of matrix products.
+    """
+
+    platform: str
+    device: str
+    dtype: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"platform {self.platform}, device {self.device}, dtype {self.dtype}, matmul precision {self.precision}"
+
+
+def start(device: str | None = None, dtype: str | None = None, cache_dir: str | None = None) -> Runtime:
+    """Choose the device, the precision and the compilation cache.
+
+    Args:
+      device: cpu, gpu or tpu; None takes what jax finds.
+      dtype: float32 or bfloat16; None is float32 on a CPU, where it is what the lossless guarantee is stated for, and
+        bfloat16 on accelerators.
+      cache_dir: folder of compiled programs; None is a private folder per processor type; "" keeps none.
+
+    Raises:
+      InputError: no such device here.
+    """
+    if device is not None:
+        jax.config.update("jax_platforms", PLATFORMS[device])
+    try:
+        first = jax.devices()[0]
+    except RuntimeError as error:
+        raise InputError(
+            expected=f"a {device or 'usable'} device",
+            found=str(error).splitlines()[0],
+            remedy="Leave --device out to use what there is; GPUs need `pip install eagle3-jax[cuda]`, TPUs [tpu].",
+        ) from None
+    kind = "gpu" if first.platform in ("gpu", "cuda", "rocm") else first.platform
+    dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
+    # fp32 means fp32: without this, GPUs would use TF32 and TPUs bf16 passes.
+    precision = "highest" if dtype == "float32" else "default"
+    jax.config.update("jax_default_matmul_precision", precision)
+    use_compilation_cache(cache_dir, kind, first.device_kind)
+    name = _processor() if kind == "cpu" else first.device_kind
+    return Runtime(platform=kind, device=name, dtype=dtype, precision=precision)
+
+
+def use_compilation_cache(folder: str | None, kind: str, device_kind: str) -> Path | None:
+    """Keep compiled programs between processes.
+
+    The default folder is private to the user, since its files are executed, and named after the processor, since a
+    program compiled for one CPU may not run on another.
+    """
+    if folder == "":
+        return None
+    if folder is None:
+        key = hashlib.sha256(f"{kind} {device_kind} {_processor()} {jax.__version__}".encode()).hexdigest()[:12]
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        path = base / "eagle3_jax" / f"xla-{kind}-{key}"
+    else:
+        path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return path
+
+
+def _processor() -> str:
+    """The CPU's model name and instruction sets, as Linux gives them; else what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = {line.split(":")[0].strip(): line.split(":", 1)[1].strip() for line in lines if ":" in line}
+    flags = hashlib.sha256(wanted.get("flags", "").encode()).hexdigest()[:8]
+    return f"{wanted.get('model name', platform.machine())} ({os.cpu_count()} cores, features {flags})"
