@@ -113,6 +113,16 @@ class SafetensorsFile:
         # A copy, so that no array depends on the file staying as it is.
         return flat.view(self.dtype(name)).reshape(self.shape(name)).copy()
 
+    def row(self, name: str, index: int) -> np.ndarray:
+        """A copy of `self[name][index]`, index from 0, that reads no more of the file than this."""
+        start, stop = self._entries[name]["data_offsets"]
+        count, *shape = self.shape(name)
+        if not 0 <= index < count:
+            raise IndexError(index)
+        size = (stop - start) // count
+        flat = np.frombuffer(self._map, np.uint8, size, self._start + start + index * size)
+        return flat.view(self.dtype(name)).reshape(shape).copy()
+
 
 def open_tensors(folder: Path) -> dict[str, SafetensorsFile]:
     """Open a folder's safetensors, single or sharded, and map each tensor's name to its file.

@@ -133,7 +133,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """Shape and constants of a LLaMA-family target. Letters of the dimensions are those of docs/design.md."""
+    """Shape and constants of a LLaMA-family target. Letters of the dimensions are those of docs/how-it-works.md."""
 
     vocab_size: int
     hidden_size: int

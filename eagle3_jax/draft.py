@@ -135,10 +135,11 @@ def embed_tokens(draft: Draft, tokens: jax.Array) -> jax.Array:
 
 
 def _projections(
-    draft: Draft, features: jax.Array, embeddings: jax.Array, table: tuple[jax.Array, jax.Array]
+    draft: Draft, features: jax.Array, tokens: jax.Array, table: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Residual stream [B, T, D], rotated queries [B, T, N, H], rotated keys and values [B, K, T, H]."""
     params, eps = draft.params, draft.config.rms_norm_eps
+    embeddings = embed_tokens(draft, tokens).astype(features.dtype)
     normed = rms_norm(features, params.feature_norm, eps)
     x = jnp.concatenate([rms_norm(embeddings, params.embed_norm, eps), normed], axis=-1)
     q = rotate(contract("BTE,NHE->BTNH", x, params.q), table)
@@ -175,7 +176,7 @@ def draft_step(
     """
     with jax.named_scope("draft_step"):
         table = rope_table(draft.config.rope, draft.config.head_dim, positions)
-        residual, q, k, v = _projections(draft, features, embed_tokens(draft, tokens), table)
+        residual, q, k, v = _projections(draft, features, tokens, table)
         attended = attend(q, [*past, Segment(k, v, mask)])
         return DraftOutput(carry=_output(draft, residual, attended), keys=k, values=v)
 
@@ -207,7 +208,7 @@ def draft_unroll(
         with jax.named_scope(f"unroll_{step}"):
             table = rope_table(draft.config.rope, draft.config.head_dim, positions + step)
             ahead = jnp.roll(tokens, -(1 + step), axis=1)
-            residual, q, k, v = _projections(draft, carry, embed_tokens(draft, ahead), table)
+            residual, q, k, v = _projections(draft, carry, ahead, table)
             if causal is None:
                 causal = Segment(k, v, mask)
             else:

@@ -217,7 +217,6 @@ def decode_round(
     """
     width = structure.draft_length
     lengths = state.target_cache.lengths
-    batch = lengths.shape[0]
     offsets = jnp.arange(width + 1, dtype=jnp.int32)[None]
     noise = None if structure.greedy else uniforms(sampling.seed, lengths[:, None] + 1 + offsets)
     draft_cache, distribution, taps = state.draft_cache, None, ()

@@ -57,11 +57,11 @@ def target_distribution(logits: jax.Array, sampling: Sampling, *, filters: bool)
         inside = (inside | (jnp.arange(vocab)[None, None] == 0)) & (descending >= kth)
         count = jnp.sum(inside, axis=-1, keepdims=True)
         lowest = jnp.take_along_axis(descending, count - 1, axis=-1)
-        # Of the tokens tied at the border, those with the highest ids stay, as transformers' ascending sort leaves them.
+        # Of the tokens tied at the border the lowest ids stay, so that a tiny top_p agrees with greedy decoding;
+        # transformers keeps as many, whichever its unstable sort puts last.
         above, tied = logits > lowest, logits == lowest
         room = count - jnp.sum(above, axis=-1, keepdims=True)
-        from_end = jnp.flip(jnp.cumsum(jnp.flip(tied, axis=-1), axis=-1), axis=-1)
-        logits = jnp.where(above | (tied & (from_end <= room)), logits, -jnp.inf)
+        logits = jnp.where(above | (tied & (jnp.cumsum(tied, axis=-1) <= room)), logits, -jnp.inf)
     return jax.nn.softmax(logits, axis=-1)
 
 

@@ -16,6 +16,7 @@ from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.params import init_params, is_spec
 from eagle3_jax.target import Target, target_specs
+from eagle3_jax.training.loss import Batch
 from eagle3_jax.vocab import vocab_from_ids
 
 T0: dict[str, Any] = {
@@ -93,3 +94,33 @@ def bad_drafts(target: Target) -> dict[str, Draft]:
         "wrong_theta": good.replace(config=dataclasses.replace(good.config, rope=RopeConfig(theta=500000.0))),
         "wrong_taps": good.replace(config=dataclasses.replace(good.config, taps=(0, 3, 8))),
     }
+
+
+def training_batch(draft: Draft, documents: Any, spans: Any, seed: int = 0) -> Batch:
+    """Rows with random tokens and random features of the right shape, for tests of the loss.
+
+    Args:
+      draft: gives the widths and the vocabulary, which holds two in three of the target's guesses.
+      documents: [B, T], from 1, 0 for padding.
+      spans: [B, T], 0 outside replies.
+      seed: of the random parts.
+    """
+    documents, spans = np.asarray(documents, np.int32), np.asarray(spans, np.int32)
+    rng = np.random.default_rng(seed)
+    config, shape = draft.config, documents.shape
+    first = np.concatenate([np.ones((shape[0], 1), bool), documents[:, 1:] != documents[:, :-1]], axis=1)
+    index = np.arange(shape[1])
+    positions = index - np.maximum.accumulate(np.where(first, index, 0), axis=1)
+    known = rng.choice(np.asarray(draft.vocab.d2t), shape)
+    features = lambda width: jnp.asarray(rng.standard_normal((*shape, width)), jnp.float32)
+    return Batch(
+        tokens=jnp.asarray(np.where(documents > 0, rng.integers(0, config.vocab_size, shape), 0), jnp.int32),
+        spans=jnp.asarray(spans),
+        documents=jnp.asarray(documents),
+        positions=jnp.asarray(np.where(documents > 0, positions, 0), jnp.int32),
+        taps=features(len(config.taps) * config.target_hidden_size),
+        hidden=features(config.target_hidden_size),
+        argmax=jnp.asarray(
+            np.where(rng.random(shape) < 0.6, known, rng.integers(0, config.vocab_size, shape)), jnp.int32
+        ),
+    )

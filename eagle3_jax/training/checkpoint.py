@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -27,10 +27,12 @@ _FREE_FIELDS = ("output", "eval_every", "save_every", "log_every", "keep")
 class RunFolder:
     """A run's folder: `run.json` (config, draft config, draft vocabulary), `metrics.jsonl`, `checkpoints/`."""
 
-    def __init__(self, folder: Path, *, keep: int = 2):
+    def __init__(self, folder: Path, *, keep: int = 2, writes: bool = False):
+        """Open the folder; `writes` is for the one process that trains, which also clears what a killed save left."""
         self.folder = folder
         self._manager: ocp.CheckpointManager | None = None
         self._keep = keep
+        self._writes = writes
 
     @property
     def exists(self) -> bool:
@@ -46,13 +48,15 @@ class RunFolder:
     def manager(self) -> ocp.CheckpointManager:
         """Orbax's manager, made when first needed."""
         if self._manager is None:
-            best = policies.BestN(
-                get_metric_fn=lambda metrics: metrics["joint"], n=1, keep_checkpoints_without_metrics=False
-            )
-            policy = policies.AnyPreservationPolicy([policies.LatestN(self._keep), best])
+            best = policies.BestN(get_metric_fn=_joint, n=1, keep_checkpoints_without_metrics=False)
             self._manager = ocp.CheckpointManager(
                 (self.folder / "checkpoints").absolute(),
-                options=ocp.CheckpointManagerOptions(preservation_policy=policy, enable_async_checkpointing=False),
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(self._keep), best]),
+                    best_fn=_joint,
+                    enable_async_checkpointing=False,
+                    cleanup_tmp_directories=self._writes,
+                ),
             )
         return self._manager
 
@@ -99,12 +103,29 @@ class RunFolder:
                 remedy="Resume with the same values, or choose another --output.",
             )
 
-    def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> None:
-        """Save a state under its update number; a save that is cut off is never taken for one."""
+    def save(self, state: TrainState, joint: float | None = None) -> None:
+        """Save a state under its update number; a save that is cut off is never taken for one.
+
+        Args:
+          state: to save.
+          joint: held-out joint acceptance, summed over the steps, that decides which checkpoint is best; None when it
+            was not measured at this update.
+        """
         update = int(state.update)
         if update not in self.manager.all_steps():
-            self.manager.save(update, args=ocp.args.StandardSave(state), metrics=metrics)
+            self.manager.save(update, args=ocp.args.StandardSave(cast(Any, state)), metrics={"joint": joint})
             self.manager.wait_until_finished()
+
+    def trim_log(self, update: int) -> None:
+        """Drop what the log says about updates after this one: a killed run is about to do them again."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+            # The last line of a killed process may be half a line.
+            if line.endswith("}\n") and json.loads(line)["update"] <= update:
+                kept.append(line)
+        replace_file(self.metrics, lambda part: part.write_text("".join(kept), encoding="utf-8"))
 
     def latest(self) -> int | None:
         """Update number of the newest whole checkpoint."""
@@ -115,28 +136,32 @@ class RunFolder:
 
         Args:
           abstract: a tree of `jax.ShapeDtypeStruct`.
-          step: an update number, "latest" or "best".
+          step: an update number, "latest", or "best" (the latest where no held-out rows were measured).
 
         Raises:
           InputError: no such checkpoint.
         """
         steps = self.manager.all_steps()
-        chosen = self.manager.latest_step() if step == "latest" else step
-        if step == "best":
-            chosen = self.manager.best_step() or self.manager.latest_step()
-        if chosen not in steps:
+        named = {"latest": self.manager.latest_step(), "best": self.manager.best_step()}
+        chosen = named.get(step) if isinstance(step, str) else step
+        if chosen is None or chosen not in steps:
             raise InputError(
                 expected=f"checkpoint {step} in {self.folder}",
                 found=f"updates {', '.join(map(str, sorted(steps)))}" if steps else "no whole checkpoint",
                 remedy="Choose one of these, or train further.",
             )
-        return self.manager.restore(int(chosen), args=ocp.args.StandardRestore(abstract))
+        return cast(TrainState, self.manager.restore(chosen, args=ocp.args.StandardRestore(cast(Any, abstract))))
 
     def close(self) -> None:
         """Release orbax's threads."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None
+
+
+def _joint(metrics: dict[str, float | None]) -> float:
+    """What orbax ranks checkpoints by; those that were not measured come before all others."""
+    return -1.0 if metrics["joint"] is None else metrics["joint"]
 
 
 def abstract_state(state: TrainState) -> TrainState:

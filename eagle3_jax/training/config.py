@@ -41,6 +41,7 @@ class TrainConfig:
       warmup: updates of linear rise.
       final_learning_rate: what the cosine decays to at the last update.
       betas, weight_decay, clip: AdamW's, and the bound on the global gradient norm.
+      compute_dtype: float32 or bfloat16, of activations and products; weights and optimiser stay in fp32.
       seed: of the initial weights and the order of rows.
       eval_every, save_every, log_every: in updates.
       keep: checkpoints kept besides the best.
@@ -69,6 +70,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip: float = 0.5
+    compute_dtype: str = "float32"
     seed: int = 0
     eval_every: int = 200
     save_every: int = 200
@@ -83,13 +85,28 @@ class TrainConfig:
         """
         total = sum(updates for updates, _ in self.schedule)
         self._require(total == self.updates, "schedule", f"phases that add up to updates = {self.updates}", str(total))
-        steps = [step for _, step in self.schedule]
-        self._require(min(steps, default=0) >= 1, "schedule", "at least one step in every phase", str(self.schedule))
+        self._require(
+            all(updates >= 1 and steps >= 1 for updates, steps in self.schedule),
+            "schedule",
+            "at least one update and one step in every phase",
+            str(self.schedule),
+        )
+        self._require(
+            list(self.taps) == sorted(set(self.taps)) and min(self.taps, default=0) >= 0,
+            "taps",
+            "ascending boundaries from 0",
+            str(self.taps),
+        )
+        self._require(self.held_out_rows >= 0, "held_out_rows", "0 or more", str(self.held_out_rows))
+        self._require(self.clip > 0, "clip", "a bound above 0", str(self.clip))
         self._require(
             0 <= self.warmup < self.updates,
             "warmup",
             f"a warm-up shorter than the run of {self.updates}",
             str(self.warmup),
+        )
+        self._require(
+            self.compute_dtype in ("float32", "bfloat16"), "compute_dtype", "float32 or bfloat16", self.compute_dtype
         )
         self._require(bool(self.data or self.features), "data", "data files, or folders of features", "neither")
         for name in ("row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep"):
@@ -114,7 +131,9 @@ class TrainConfig:
         return self.schedule[-1][1]
 
     def learning_rates(self) -> optax.Schedule:
-        """Linear warm-up, then a cosine that reaches `final_learning_rate` at the last update, whatever the length."""
+        """Linear warm-up from a `warmup`-th of the peak, then a cosine that reaches `final_learning_rate` at the last
+        update (where the peak itself is not the last one).
+        """
         decay = optax.cosine_decay_schedule(
             self.learning_rate,
             max(1, self.updates - 1 - self.warmup),
@@ -131,17 +150,31 @@ class TrainConfig:
         return max(steps for _, steps in self.schedule)
 
 
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Refuse boundaries that a target does not have.
+
+    Raises:
+      InputError: not ascending, or not from 0 to the number of layers.
+    """
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
+        raise InputError(
+            expected=f"taps: ascending boundaries from 0 to the target's {num_layers} layers",
+            found=str(taps),
+            remedy="Set --taps.",
+        )
+
+
 def load_config(path: Path) -> TrainConfig:
     """Run a config file and call its `config()`.
 
     Raises:
       InputError: no such file, or no function `config` that returns a `TrainConfig`.
     """
-    if not path.is_file():
+    if not path.is_file() or path.suffix != ".py":
         known = sorted(str(other) for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise InputError(
-            expected=f"a config file at {path}",
-            found="nothing there",
+            expected=f"a config file (Python) at {path}",
+            found="another kind of file" if path.is_file() else "nothing there",
             remedy=f"Known ones: {', '.join(known)}." if known else "Configs are Python files under configs/.",
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -193,17 +226,24 @@ def _parse(name: str, text: str, kind: Any) -> Any:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        raise _wrong(name, text, str(kind)) from None
-    if kind is float and isinstance(value, int):
-        value = float(value)
+        raise _wrong(name, text, kind) from None
     if not _matches(value, kind):
-        raise _wrong(name, text, str(kind))
+        raise _wrong(name, text, kind)
+    return _widened(value, kind)
+
+
+def _widened(value: Any, kind: Any) -> Any:
+    """Whole numbers as floats where floats are meant."""
+    if kind is float:
+        return float(value)
+    if kind == tuple[float, float]:
+        return tuple(map(float, value))
     return value
 
 
 def _matches(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is not tuple:
-        return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
     parts: Sequence[Any] = typing.get_args(kind)
     if not isinstance(value, tuple):
         return False
@@ -212,9 +252,9 @@ def _matches(value: Any, kind: Any) -> bool:
     return len(value) == len(parts) and all(_matches(item, part) for item, part in zip(value, parts))
 
 
-def _wrong(name: str, text: str, kind: str) -> InputError:
+def _wrong(name: str, text: str, kind: Any) -> InputError:
     return InputError(
-        expected=f"--{name} to be {kind}",
+        expected=f"--{name} to be {kind.__name__ if isinstance(kind, type) else kind}",
         found=repr(text),
         remedy="Tuples are written as in Python, e.g. '((100,1),(50,7))'.",
     )

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from eagle3_jax.checkpoint import SafetensorsFile, fingerprint, replace_file
 from eagle3_jax.errors import InputError
 from eagle3_jax.target import Target
+from eagle3_jax.training.config import check_taps
 from eagle3_jax.training.packing import Packed
 from eagle3_jax.training.step import target_features
 
@@ -80,9 +81,10 @@ def write_features(
       progress: called with the rows done and the rows in all.
 
     Raises:
-      InputError: the folder holds features of other rows, taps or another target; a token is not the target's; a
-        feature is not finite.
+      InputError: the folder holds features of other rows, taps or another target; a token or a boundary is not the
+        target's; a feature is not finite.
     """
+    check_taps(taps, target.config.num_layers)
     check_tokens(packed, target.config.vocab_size)
     rows = {name: np.ascontiguousarray(getattr(packed, name)) for name in ROW_ARRAYS}
     count, length = rows["tokens"].shape
@@ -96,17 +98,11 @@ def write_features(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / META_FILE
     if path.exists():
-        found = {key: value for key, value in json.loads(path.read_text()).items() if key != "complete"}
-        if found != meta:
-            differing = ", ".join(key for key in meta if found.get(key) != meta[key])
-            raise InputError(
-                expected=f"an empty folder, or the beginning of the same features, at {folder}",
-                found=f"features that differ in {differing}",
-                remedy="Choose another folder or delete this one.",
-            )
+        _check_beginning(folder, meta, rows)
     else:
+        _check_empty(folder)
         replace_file(folder / ROWS_FILE, lambda part: save_file(rows, part))
-        _write_meta(path, meta | {"complete": False})
+    _write_meta(path, meta | {"complete": False})
     for index, start in enumerate(range(0, count, SHARD_ROWS)):
         stop = min(start + SHARD_ROWS, count)
         if not (folder / _shard(index)).exists():
@@ -114,6 +110,32 @@ def write_features(
             replace_file(folder / _shard(index), lambda part, shard=shard: save_file(shard, part))
         progress(stop, count)
     _write_meta(path, meta | {"complete": True})
+
+
+def _check_beginning(folder: Path, meta: dict[str, Any], rows: Row) -> None:
+    found = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+    differing = [key for key in meta if found.get(key) != meta[key]]
+    if not differing and not (folder / ROWS_FILE).exists():
+        differing = [ROWS_FILE]
+    if not differing:
+        stored = SafetensorsFile(folder / ROWS_FILE)
+        differing = [name for name in ROW_ARRAYS if not np.array_equal(stored[name], rows[name])]
+    if differing:
+        raise InputError(
+            expected=f"an empty folder, or the beginning of the same features, at {folder}",
+            found=f"features that differ in {', '.join(differing)}",
+            remedy="Choose another folder or delete this one.",
+        )
+
+
+def _check_empty(folder: Path) -> None:
+    left = sorted(path.name for path in folder.glob("features-*.safetensors"))
+    if left:
+        raise InputError(
+            expected=f"an empty folder, or the beginning of the same features, at {folder}",
+            found=f"{left[0]} without {META_FILE}, which says what it holds",
+            remedy="Choose another folder or delete this one.",
+        )
 
 
 def _write_meta(path: Path, meta: dict[str, Any]) -> None:
@@ -124,7 +146,7 @@ def _compute(rows: Row, target: Target, taps: tuple[int, ...], batch: int, first
     parts: dict[str, list[np.ndarray]] = {"taps": [], "hidden": [], "argmax": []}
     count = rows["tokens"].shape[0]
     for start in range(0, count, batch):
-        # The last batch is filled up with its own first row, so that one program serves all.
+        # A short last batch is filled up with its last row, so that one program serves all.
         index = np.minimum(np.arange(start, start + batch), count - 1)
         arrays = (jnp.asarray(rows[name][index]) for name in ("tokens", "documents", "positions"))
         tapped, hidden, argmax = target_features(target, *arrays, taps=taps)
@@ -143,7 +165,7 @@ def _compute(rows: Row, target: Target, taps: tuple[int, ...], batch: int, first
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
-class Rows(Sequence[Row]):
+class Rows:
     """Packed rows without features: a sequence of dictionaries of [T] arrays."""
 
     def __init__(self, packed: Packed):
@@ -152,16 +174,17 @@ class Rows(Sequence[Row]):
     def __len__(self) -> int:
         return self._arrays["tokens"].shape[0]
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: int) -> Row:
         return {name: array[index] for name, array in self._arrays.items()}
 
 
-class FeatureRows(Sequence[Row]):
+class FeatureRows:
     """Rows of a features folder: dictionaries of `tokens`, `spans`, `documents`, `positions`, `argmax` [T] and
     `taps` [T, A*D], `hidden` [T, D] in bf16.
 
     Raises:
-      InputError: no such folder, features that were not finished, or made by another target or for other taps.
+      InputError: no such folder, features that were not finished, or made by another target or for other taps; a file
+        of the folder is absent or damaged.
     """
 
     def __init__(self, folder: Path, *, taps: tuple[int, ...], target_fingerprint: str, row_length: int):
@@ -186,33 +209,40 @@ class FeatureRows(Sequence[Row]):
                     found=f"{meta.get(key)}",
                     remedy="Run `eagle3-jax data features` with this config (it continues unfinished features).",
                 )
-        self._rows = SafetensorsFile(folder / ROWS_FILE)
         self._count = int(meta["rows"])
-        shards = -(-self._count // SHARD_ROWS)
-        self._shards = [SafetensorsFile(folder / _shard(index)) for index in range(shards)]
+        names = [ROWS_FILE, *(_shard(index) for index in range(-(-self._count // SHARD_ROWS)))]
+        absent = [name for name in names if not (folder / name).exists()]
+        if absent:
+            raise InputError(
+                expected=f"{len(names)} safetensors files in {folder}",
+                found=f"no {', '.join(absent)}",
+                remedy="Run `eagle3-jax data features` with this config again, into another folder if it refuses.",
+            )
+        rows, *self._shards = [SafetensorsFile(folder / name) for name in names]
+        self._rows = {name: rows[name] for name in ROW_ARRAYS}
 
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: int) -> Row:
         if not 0 <= index < self._count:
             raise IndexError(index)
-        row = {name: self._rows[name][index] for name in ROW_ARRAYS}
+        row = {name: array[index] for name, array in self._rows.items()}
         shard = self._shards[index // SHARD_ROWS]
-        return row | {name: shard[name][index % SHARD_ROWS] for name in ("taps", "hidden", "argmax")}
+        return row | {name: shard.row(name, index % SHARD_ROWS) for name in ("taps", "hidden", "argmax")}
 
 
-class Joined(Sequence[Row]):
-    """Several sequences of rows, one after another."""
+class Joined:
+    """Several sources of rows, one after another."""
 
-    def __init__(self, parts: Sequence[Sequence[Row]]):
+    def __init__(self, parts: Sequence[RowSource]):
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: Any) -> Row:
+    def __getitem__(self, index: int) -> Row:
         part = int(np.searchsorted(self._ends, index, side="right"))
         if not 0 <= index < len(self):
             raise IndexError(index)

@@ -304,8 +304,9 @@ def train(config: TrainConfig) -> Result:
         logger.info("resumed at update %d", int(state.update))
     run.trim_log(int(state.update))
     logger.info("%d trainable parameters", count_params(state.params))
-    step = make_train_step(optimizer, decay=config.step_decay)
-    eval_step = make_eval_step()
+    compute = jnp.dtype(config.compute_dtype)
+    step = make_train_step(optimizer, decay=config.step_decay, compute=compute)
+    eval_step = make_eval_step(compute)
     source = grain.MapDataset.source(_Ordered(setup.rows, setup.train_order)).seed(config.seed).shuffle().repeat()
     per_update = config.batch_rows * config.accumulation
     model = dataclasses.replace(setup.draft, params=None)  # the state has them
@@ -320,7 +321,7 @@ def train(config: TrainConfig) -> Result:
     with interrupt.watch(), log:
         for update in range(first, config.updates):
             steps = config.steps_at(update)
-            rows = [source[update * per_update + index] for index in range(per_update)]
+            rows = [cast(Row, source[update * per_update + index]) for index in range(per_update)]
             micro = []
             for start in range(0, per_update, config.batch_rows):
                 part = rows[start : start + config.batch_rows]
@@ -345,29 +346,31 @@ def train(config: TrainConfig) -> Result:
                 record(entry)
                 left = seconds / (update + 1 - first) * (config.updates - update - 1)
                 print(
-                    f"update {update + 1}/{config.updates} steps {steps} loss {loss:.3f} joint {shown(metrics['joint'])} "
-                    f"conditional {shown(metrics['conditional'])} lr {learning_rate:.2e} |g| {entry['gradient_norm']:.2f} "
+                    f"update {update + 1}/{config.updates} steps {steps} loss {loss:.3f} "
+                    f"joint {shown(metrics['joint'])} conditional {shown(metrics['conditional'])} "
+                    f"lr {learning_rate:.2e} |g| {entry['gradient_norm']:.2f} "
                     f"{entry['tokens_per_second']:.0f} tok/s left {left / 60:.1f} min"
                     + ("" if applied else f" SKIPPED ({int(state.skipped)} so far)"),
                     file=sys.stderr,
                     flush=True,
                 )
-            due = (update + 1) % config.save_every == 0 or last or interrupt.asked
             evaluated = config.held_out_rows > 0 and ((update + 1) % config.eval_every == 0 or last)
             if evaluated:
                 draft = dataclasses.replace(setup.draft, params=state.params)
                 evaluation = evaluate(setup, draft, config.max_steps, config.batch_rows, eval_step)
                 record({"update": update + 1, "held_out": evaluation})
                 print(
-                    f"held out at {update + 1}: accuracy {shown(evaluation['accuracy'])} | joint {shown(evaluation['joint'])}"
-                    f" | conditional {shown(evaluation['conditional'])}",
+                    f"held out at {update + 1}: accuracy {shown(evaluation['accuracy'])} | "
+                    f"joint {shown(evaluation['joint'])} | conditional {shown(evaluation['conditional'])}",
                     file=sys.stderr,
                     flush=True,
                 )
-            if due:
+            # Read once: a signal that comes during the save is answered after the next update.
+            stop = interrupt.asked
+            if (update + 1) % config.save_every == 0 or last or stop:
                 # Only what was measured at this very update may decide which checkpoint is best.
                 run.save(state, sum(value or 0.0 for value in evaluation["joint"]) if evaluated else None)
-            if interrupt.asked:
+            if stop:
                 run.close()
                 return Result(update + 1, last, evaluation)
     run.close()

@@ -7,11 +7,10 @@ before the gradient, so that sums over micro-batches and devices are divided by 
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from eagle3_jax.draft import Draft, draft_hidden, draft_unroll, fuse
 from eagle3_jax.sampling import most_likely
@@ -145,7 +144,7 @@ def _window(label_hidden: jax.Array, start: jax.Array, length: int, steps: int) 
     return jax.lax.dynamic_slice_in_dim(label_hidden, start + 1, length + steps - 1, axis=0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=())
+@jax.custom_vjp
 def soft_cross_entropy(
     hidden: jax.Array, head: jax.Array, label_hidden: jax.Array, label_head: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -229,7 +228,12 @@ soft_cross_entropy.defvjp(_forward, _backward)
 
 
 def training_time_test_loss(
-    draft: Draft, batch: Batch, label_head: jax.Array, slots: Slots, step_weights: jax.Array
+    draft: Draft,
+    batch: Batch,
+    label_head: jax.Array,
+    slots: Slots,
+    step_weights: jax.Array,
+    compute: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, StepSums]:
     """Unroll the draft over a batch and sum its losses.
 
@@ -239,22 +243,24 @@ def training_time_test_loss(
       label_head: [C, D], the target's head at the draft vocabulary's tokens.
       slots: from `find_slots`, whose leading axis gives the number of steps.
       step_weights: [S] fp32, 0.8^s divided by the update's number of trained slots at s.
+      compute: precision of activations and products; norms, softmaxes, labels and the loss are fp32 throughout.
 
     Returns:
       The loss, whose sum over the micro-batches of an update is sum_s 0.8^s * mean cross-entropy at s, and the sums
       that metrics are made of.
     """
     steps, rows, length = slots.trained.shape
-    dtype = draft.params.fc.dtype
     mask = document_mask(batch.documents)
-    carries = draft_unroll(draft, fuse(draft, batch.taps.astype(dtype)), batch.tokens, batch.positions, mask, steps)
+    carries = draft_unroll(draft, fuse(draft, batch.taps.astype(compute)), batch.tokens, batch.positions, mask, steps)
     flat = lambda values: values.reshape(steps, rows * length, *values.shape[3:])
     hidden = flat(draft_hidden(draft, jnp.stack(carries)))
-    label_hidden = batch.hidden.reshape(rows * length, -1).astype(dtype)
+    label_hidden = batch.hidden.reshape(rows * length, -1).astype(compute)
     label_hidden = jnp.pad(label_hidden, ((0, steps + 1), (0, 0)))
     weights = jnp.where(flat(slots.trained), step_weights[:, None], 0.0)
     with jax.named_scope("head_and_loss"):
-        loss, each, guess = soft_cross_entropy(hidden, draft.params.lm_head, label_hidden, label_head, weights)
+        loss, each, guess = soft_cross_entropy(
+            hidden, draft.params.lm_head, label_hidden, label_head.astype(compute), weights
+        )
     guessed = jnp.take(draft.vocab.d2t, guess, mode="clip").reshape(steps, rows, length)
     truth = jnp.stack([_ahead(batch.argmax, 1 + step, -1) for step in range(steps)])
     return loss, _sums(each.reshape(steps, rows, length), guessed == truth, slots)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.typing import DTypeLike
 
 from eagle3_jax.draft import Draft, DraftParams
 from eagle3_jax.sampling import most_likely
@@ -86,12 +88,13 @@ def target_features(
     return out.taps, out.hidden, jax.lax.map(argmax, parts).reshape(rows, length)
 
 
-def make_train_step(optimizer: optax.GradientTransformation, *, decay: float):
+def make_train_step(optimizer: optax.GradientTransformation, *, decay: float, compute: DTypeLike = jnp.float32):
     """Build the jitted update.
 
     Args:
       optimizer: from `make_optimizer`.
       decay: weight of step s is decay^s.
+      compute: precision of activations and products; parameters stay in theirs (fp32 masters).
 
     Returns:
       step(state, batches, model, teacher, steps) -> (state, sums, norms), with batches a `Batch` whose arrays have a
@@ -100,7 +103,9 @@ def make_train_step(optimizer: optax.GradientTransformation, *, decay: float):
     """
 
     def loss_fn(params: DraftParams, model: Draft, batch: Batch, teacher: Teacher, slots: Slots, weights: jax.Array):
-        return training_time_test_loss(model.replace(params=params), batch, teacher.label_head, slots, weights)
+        return training_time_test_loss(
+            dataclasses.replace(model, params=params), batch, teacher.label_head, slots, weights, compute
+        )
 
     @partial(jax.jit, static_argnames=("steps",), donate_argnames=("state",))
     def step(
@@ -121,12 +126,12 @@ def make_train_step(optimizer: optax.GradientTransformation, *, decay: float):
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         gradient, every = jax.lax.scan(micro, zeros, (batches, slots))
         sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), every)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         good = jnp.isfinite(norm) & (trained[0] > 0)
         # optax raises floats to an integer count, which strict dtype promotion would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            changes, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, changes)
+            changes, opt_state = optimizer.update(gradient, state.opt_state, cast(Any, state.params))
+        params = optax.apply_updates(cast(Any, state.params), changes)
         keep = lambda new, old: jax.tree.map(partial(jnp.where, good), new, old)
         state = TrainState(
             params=keep(params, state.params),
@@ -134,18 +139,20 @@ def make_train_step(optimizer: optax.GradientTransformation, *, decay: float):
             update=state.update + 1,
             skipped=state.skipped + jnp.where(good, 0, 1).astype(jnp.int32),
         )
-        return state, sums, {"gradient_norm": norm, "update_norm": optax.global_norm(changes), "applied": good}
+        return state, sums, {"gradient_norm": norm, "update_norm": optax.tree.norm(changes), "applied": good}
 
     return step
 
 
-def make_eval_step():
+def make_eval_step(compute: DTypeLike = jnp.float32):
     """Build the jitted evaluation: (model, batch, teacher, steps) -> `StepSums`, teacher-forced."""
 
     @partial(jax.jit, static_argnames=("steps",))
     def step(model: Draft, batch: Batch, teacher: Teacher, *, steps: int) -> StepSums:
         slots = find_slots(batch.spans, batch.argmax, model.vocab.t2d, steps)
-        _, sums = training_time_test_loss(model, batch, teacher.label_head, slots, jnp.ones(steps, jnp.float32))
+        _, sums = training_time_test_loss(
+            model, batch, teacher.label_head, slots, jnp.ones(steps, jnp.float32), compute
+        )
         return sums
 
     return step
