@@ -47,7 +47,9 @@ def answer(
 
 def warm_up(target: Target, draft: Draft | None, request: Request, length: int, eos: Sequence[int]) -> None:
     """Compile the programs that a request will use, by running its prefill and a few rounds."""
-    for rounds, _ in enumerate(decode(target, draft, [request], draft_length=length if draft is not None else 0, eos=eos)):
+    for rounds, _ in enumerate(
+        decode(target, draft, [request], draft_length=length if draft is not None else 0, eos=eos)
+    ):
         if rounds == 3:
             return
 

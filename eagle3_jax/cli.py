@@ -20,7 +20,7 @@ from eagle3_jax.training import commands as training
 def _common(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("common")
     group.add_argument(
-        "--device", choices=sorted(runtime.PLATFORMS), help="refused when there is none; default: what jax finds"
+        "--device", choices=sorted(runtime.PLATFORMS), help="refused when absent; default: what jax finds"
     )
     group.add_argument("--cache-dir", help="folder of compiled programs; '' keeps none; default: a private one")
     group.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate = subcommands.add_parser(
         "generate",
         help="answer prompts, plain or with a draft",
-        description="Answer prompts. Without --draft: plain decoding, one token a pass. With one: EAGLE-3, the same text.",
+        description="Answer prompts. Without --draft: plain decoding, one token a pass. With it: EAGLE-3, the same text.",
         epilog="Example: eagle3-jax generate --target models/SmolLM2-135M-Instruct --draft "
         'checkpoints/smollm2-135m-instruct-eagle3 --prompt "Why is the sky blue?" --stream',
     )
@@ -100,6 +100,24 @@ def build_parser() -> argparse.ArgumentParser:
     _dtype(evaluate)
     evaluate.set_defaults(run=training.evaluate)
 
+    bench = subcommands.add_parser(
+        "bench",
+        help="methods side by side on tasks",
+        description="Answer the prompts of tasks with several methods in turn and compare speed, tau and output. "
+        "Writes results.json and report.md to --out.",
+    )
+    bench.add_argument("--target", required=True)
+    bench.add_argument("--draft", action="append", default=[], metavar="NAME=DIR")
+    bench.add_argument("--tasks", nargs="+", required=True, metavar="NAME=FILE", help="prompts, as for generate")
+    bench.add_argument("--methods", default="plain,eagle3", help="out of plain,eagle3,hf (default plain,eagle3)")
+    bench.add_argument("--temperatures", default="0", help="comma-separated")
+    bench.add_argument("--draft-length", default="4", help="comma-separated; each is a row of the table")
+    bench.add_argument("--limit", type=int, help="prompts of each task")
+    bench.add_argument("--max-new-tokens", type=int, default=128)
+    bench.add_argument("--out", required=True)
+    _dtype(bench)
+    bench.set_defaults(run=commands.bench)
+
     data = subcommands.add_parser("data", help="prepare training data").add_subparsers(dest="what", required=True)
     regenerate = data.add_parser(
         "regenerate",
@@ -130,7 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
     _dtype(features)
     features.set_defaults(run=training.features, takes_fields=True)
 
-    for sub in (generate, train, export, evaluate, regenerate, features):
+    for sub in (generate, train, export, evaluate, bench, regenerate, features):
         _common(sub)
     return parser
 
@@ -152,6 +170,15 @@ def _fields(parser: argparse.ArgumentParser, rest: Sequence[str]) -> dict[str, s
     return fields
 
 
+def _memory_advice(error: BaseException) -> str:
+    found = str(error).splitlines()[0] if str(error) else "none left"
+    return (
+        f"expected enough memory on the device; found {found}. Another process may hold it: jax takes 75 % of a GPU at "
+        "its start unless XLA_PYTHON_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_PREALLOCATE=false say otherwise. Or use "
+        "fewer rows (--batch, --batch_rows), shorter ones, or --dtype bfloat16."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     parser = build_parser()
@@ -159,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and not getattr(args, "takes_fields", False):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
     args.fields = _fields(parser, rest)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # force: libraries imported above (absl) have put their own handler on the root.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     logging.getLogger("eagle3_jax").setLevel(logging.INFO)
     try:
         return int(args.run(args))
@@ -176,6 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             traceback.print_exc()
+        if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+            print(f"eagle3-jax: {_memory_advice(error)}", file=sys.stderr)
+            return 2
         print(f"eagle3-jax: a fault of ours: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return 1
 

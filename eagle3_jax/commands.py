@@ -1,4 +1,4 @@
-"""`eagle3-jax generate`."""
+"""`eagle3-jax generate` and `eagle3-jax bench`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
+from eagle3_jax import bench as benchmark
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_draft, load_target, read_config
 from eagle3_jax.config import TargetConfig
@@ -101,7 +102,7 @@ def _record(answer: Answer, text: str, args: argparse.Namespace) -> dict[str, ob
 
 
 def _summary(answers: list[Answer], drafted: bool) -> None:
-    """One line on stderr, and a warning when the draft looks dead: its output is right, so nothing else would show it."""
+    """One line on stderr, and a warning when the draft looks dead: its output is right, so nothing else would tell."""
     tokens = [len(answer.token_ids) for answer in answers]
     passes = [answer.verification_passes for answer in answers]
     pooled = tau(tokens, passes)
@@ -115,3 +116,55 @@ def _summary(answers: list[Answer], drafted: bool) -> None:
             "lacks the chat template it was trained with; or it is untrained.",
             pooled,
         )
+
+
+def _pairs(values: list[str], flag: str) -> dict[str, Path]:
+    """NAME=PATH arguments."""
+    pairs = {}
+    for value in values:
+        name, sign, path = value.partition("=")
+        if not (name and sign and path):
+            raise InputError(expected=f"{flag} NAME=PATH", found=value, remedy=f"For example {flag} gsm8k=gsm8k.jsonl.")
+        pairs[name] = Path(path)
+    return pairs
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Compare methods on tasks; see `eagle3-jax bench --help`."""
+    drafts, files = _pairs(args.draft, "--draft"), _pairs(args.tasks, "--tasks")
+    wanted = args.methods.split(",")
+    unknown = sorted(set(wanted) - {"plain", "eagle3", "hf"})
+    if unknown or "plain" not in wanted or ("eagle3" in wanted) != bool(drafts):
+        raise InputError(
+            expected="--methods out of plain, eagle3 and hf, with plain, which all others are compared with, and with "
+            "--draft exactly when eagle3 is among them",
+            found=f"--methods {args.methods} and {len(drafts)} drafts",
+            remedy="For example --methods plain,eagle3 --draft NAME=DIR.",
+        )
+    lengths = [int(value) for value in args.draft_length.split(",")]
+    info = runtime.start(args.device, args.dtype, args.cache_dir)
+    print(info, file=sys.stderr)
+    folder = Path(args.target)
+    config = TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
+    tokenizer = load_tokenizer(folder)
+    tasks: dict[str, list[tuple[int, ...]]] = {}
+    for name, path in files.items():
+        prompts = []
+        for index, row in enumerate(read_jsonl(path)[: args.limit]):
+            where = f"row {index + 1} of {path}"
+            prompts.append(encode_prompt(tokenizer, prompt_messages(row, where), where))
+            check_request(Request(prompts[-1], max_new_tokens=args.max_new_tokens), config, index)
+        tasks[name] = prompts
+    target = load_target(folder, runtime.DTYPES[info.dtype])
+    methods = [benchmark.Method("plain")]
+    if "hf" in wanted:
+        methods.append(benchmark.Method("hf"))
+    for name, path in drafts.items():
+        draft = load_draft(path, target)
+        methods += [benchmark.Method("eagle3", name, draft, length) for length in lengths]
+    records = benchmark.run_bench(
+        target, folder, methods, tasks, temperatures=[float(value) for value in args.temperatures.split(",")],
+        max_new_tokens=args.max_new_tokens, eos=eos_ids(folder, tokenizer), out=Path(args.out),
+    )  # fmt: skip
+    print(benchmark.render(records))
+    return 0

@@ -179,6 +179,13 @@ def cache_length_for(requests: Sequence[Request], config: TargetConfig, draft_le
     return cache_bucket(needed, config.context_limit + block)
 
 
+def prefill_buckets(length: int) -> list[int]:
+    """Padded lengths of the chunks that a prompt runs in: whole chunks of the largest bucket, then one that fits."""
+    whole, rest = divmod(length, PREFILL_BUCKETS[-1])
+    last = [next(size for size in PREFILL_BUCKETS if size >= rest)] if rest else []
+    return [PREFILL_BUCKETS[-1]] * whole + last
+
+
 def prefill(
     target: Target,
     draft: Draft | None,
@@ -203,14 +210,13 @@ def prefill(
     )
     sampling = sampling_of([request])
     prompt = np.asarray(request.tokens, np.int32)
-    largest = PREFILL_BUCKETS[-1]
-    for start in range(0, prompt.size, largest):
-        chunk = prompt[start : start + largest]
-        final = start + largest >= prompt.size
-        bucket = next(size for size in PREFILL_BUCKETS if size >= chunk.size)
+    start = 0
+    for bucket in prefill_buckets(prompt.size):
+        chunk, after = prompt[start : start + bucket], prompt[start + 1 : start + bucket + 1]
+        start += bucket
+        final = start >= prompt.size
         tokens, following = np.zeros((2, 1, bucket), np.int32)
         tokens[0, : chunk.size] = chunk
-        after = prompt[start + 1 : start + largest + 1]
         following[0, : after.size] = after
         state = prefill_chunk(
             target, draft, state, jnp.asarray(tokens), jnp.asarray(following), row(chunk.size), row(after.size),

@@ -108,13 +108,11 @@ def positions(batch: int, length: int, start: int | jax.Array = 0) -> jax.Array:
     return jnp.broadcast_to(start + jnp.arange(length, dtype=jnp.int32), (batch, length))
 
 
-# Compiled as a whole, since compiling operation by operation takes longer than the tests.
-fuse_ = jax.jit(fuse)
+# Most variants share every shape, so the inference path runs operation by operation, each compiled once for all; the
+# longer unrolled path is cheaper to compile whole.
 unroll_ = jax.jit(draft_unroll, static_argnames="steps")
-logits_ = jax.jit(draft_logits)
 
 
-@jax.jit
 def cached_step(
     draft: Draft, features: jax.Array, tokens: jax.Array, start: jax.Array, cache: KVCache, kept: jax.Array
 ) -> tuple[jax.Array, jax.Array, KVCache]:
@@ -161,7 +159,7 @@ def classic_logits(t0: Target) -> list[np.ndarray]:
     """Logits of the classic draft at each inference step."""
     draft = tiny.draft(t0)
     taps, tokens = inputs(draft)
-    return [np.asarray(part) for _, part in decode(draft, fuse_(draft, jnp.asarray(taps)), tokens, STEPS, start=11)]
+    return [np.asarray(part) for _, part in decode(draft, fuse(draft, jnp.asarray(taps)), tokens, STEPS, start=11)]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -171,7 +169,7 @@ def test_logits_and_hidden_state_equal_the_reference_at_every_inference_step(
     draft = tiny.draft(t0, **VARIANTS[name])
     other, start = reference(draft), 11
     taps, tokens = inputs(draft)
-    fused = fuse_(draft, jnp.asarray(taps))
+    fused = fuse(draft, jnp.asarray(taps))
     ours = decode(draft, fused, tokens, STEPS, start=start)
     feature = other.fuse(torch.from_numpy(taps))
     assert_close(fused, feature)
@@ -190,8 +188,8 @@ def test_logits_and_hidden_state_equal_the_reference_at_every_inference_step(
 def test_what_is_fed_back_is_normed_only_with_norm_output(t0: Target):
     classic, normed = tiny.draft(t0), tiny.draft(t0, norm_output=True)
     taps, tokens = inputs(classic)
-    (raw,) = (carry for carry, _ in decode(classic, fuse_(classic, jnp.asarray(taps)), tokens, 1))
-    (fed,) = (carry for carry, _ in decode(normed, fuse_(normed, jnp.asarray(taps)), tokens, 1))
+    (raw,) = (carry for carry, _ in decode(classic, fuse(classic, jnp.asarray(taps)), tokens, 1))
+    (fed,) = (carry for carry, _ in decode(normed, fuse(normed, jnp.asarray(taps)), tokens, 1))
     np.testing.assert_array_equal(draft_hidden(normed, fed), fed)
     np.testing.assert_allclose(draft_hidden(classic, raw), fed, rtol=1e-6)
     assert np.abs(np.asarray(raw) - np.asarray(fed)).max() > 0.1
@@ -201,12 +199,12 @@ def test_draft_uses_its_own_embedding_and_head_and_not_the_targets(t0: Target):
     draft = tiny.draft(t0)
     own = draft.replace(embed=jnp.asarray(np.random.default_rng(8).standard_normal(draft.embed.shape), jnp.float32))
     taps, tokens = inputs(own)
-    carry, logits = decode(own, fuse_(own, jnp.asarray(taps)), tokens, 1)[0]
+    carry, logits = decode(own, fuse(own, jnp.asarray(taps)), tokens, 1)[0]
     other = reference(own)
     expected_carry, expected = other.run(other.fuse(torch.from_numpy(taps)), torch.from_numpy(tokens[:, :LENGTH]))
     assert_close(carry, expected_carry)
     assert_close(logits, expected)
-    shared = decode(draft, fuse_(draft, jnp.asarray(taps)), tokens, 1)[0][1]
+    shared = decode(draft, fuse(draft, jnp.asarray(taps)), tokens, 1)[0][1]
     assert np.abs(np.asarray(logits) - np.asarray(shared)).max() > 0.1
 
 
@@ -328,20 +326,20 @@ def test_training_and_inference_agree_on_the_same_tokens(t0: Target, name: str, 
     steps = 4
     draft = tiny.draft(t0, **VARIANTS[name])
     taps, tokens = inputs(draft)
-    features, row = fuse_(draft, jnp.asarray(taps)), jnp.asarray(tokens[:, :LENGTH], jnp.int32)
+    features, row = fuse(draft, jnp.asarray(taps)), jnp.asarray(tokens[:, :LENGTH], jnp.int32)
     carries = unroll_(draft, features, row, positions(2, LENGTH), causal(2, LENGTH), steps)
     # The prefix up to the slot, then steps on the draft's own output with the true tokens.
     results = decode(draft, features, tokens[:, 1:], steps, kept=slot + 1)
     for step, (carry, logits) in enumerate(results):
         assert_close(carries[step][:, slot], carry[:, -1])
-        assert_close(logits_(draft, carries[step])[:, slot], logits[:, -1])
+        assert_close(draft_logits(draft, carries[step])[:, slot], logits[:, -1])
 
 
 def test_token_fed_at_each_unrolled_step_is_the_true_one_shifted(t0: Target):
     steps, length, edited = 4, LENGTH, 6
     draft = tiny.draft(t0)
     taps, tokens = inputs(draft, length)
-    features = fuse_(draft, jnp.asarray(taps))
+    features = fuse(draft, jnp.asarray(taps))
 
     def unroll(draft: Draft, tokens: np.ndarray) -> list[np.ndarray]:
         ids = jnp.asarray(tokens[:, :length], jnp.int32)
@@ -368,7 +366,7 @@ def test_packed_documents_do_not_see_each_other(t0: Target):
     mask, place = (jnp.asarray(array) for array in two_documents(2, LENGTH, border))
 
     def unroll(taps: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
-        features, ids = fuse_(draft, jnp.asarray(taps)), jnp.asarray(tokens[:, :LENGTH], jnp.int32)
+        features, ids = fuse(draft, jnp.asarray(taps)), jnp.asarray(tokens[:, :LENGTH], jnp.int32)
         return [np.asarray(carry) for carry in unroll_(draft, features, ids, place.astype(jnp.int32), mask, steps)]
 
     plain = unroll(taps, tokens)

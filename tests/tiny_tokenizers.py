@@ -23,12 +23,12 @@ CORPUS = (
 )
 
 
-def _byte_level(special: list[str]) -> Tokenizer:
+def _byte_level(special: list[str], size: int = 400) -> Tokenizer:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=size,
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -37,9 +37,10 @@ def _byte_level(special: list[str]) -> Tokenizer:
     return backend
 
 
-def chatml(template: str | None = CHATML_TEMPLATE) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with ChatML markers; its BOS is the marker that opens every turn, as SmolLM2's."""
-    backend = _byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+def chatml(template: str | None = CHATML_TEMPLATE, size: int = 400) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with ChatML markers, of at most `size` tokens; its BOS is the marker that opens every turn, as
+    SmolLM2's."""
+    backend = _byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], size)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", chat_template=template
     )

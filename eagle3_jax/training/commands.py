@@ -67,7 +67,7 @@ def export(args: argparse.Namespace) -> int:
         )
     step = int(args.step) if args.step.isdigit() else args.step
     params = abstract_params(draft_specs(config))
-    number = jax.ShapeDtypeStruct((), jnp.int32)
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
     # The optimiser's state has the same form whatever its settings.
     optimizer = make_optimizer(optax.constant_schedule(0.0), betas=(0.9, 0.95), weight_decay=0.0, clip=1.0)
     state = TrainState(params, jax.eval_shape(optimizer.init, params), number, number)

@@ -183,7 +183,7 @@ def load_config(path: Path) -> TrainConfig:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     make = getattr(module, "config", None)
-    result = make() if callable(make) else None
+    result = make() if callable(make) else make
     if not isinstance(result, TrainConfig):
         raise InputError(
             expected=f"a function config() -> TrainConfig in {path}",

@@ -1,0 +1,254 @@
+"""Methods side by side on the same prompts, in one process; `metrics.py` decides what the words mean.
+
+Every prompt is answered by every method before the next prompt, so that whatever else the machine does hits all alike.
+Compilation happens in a warm-up of each shape and is never timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3_jax.checkpoint import replace_file
+from eagle3_jax.draft import Draft
+from eagle3_jax.engine import Answer, Request, cache_length_for, decode, prefill_buckets
+from eagle3_jax.errors import InputError
+from eagle3_jax.metrics import conditional_n_alpha, ratio, tau, tokens_per_second
+from eagle3_jax.target import Target
+
+Runner = Callable[[Request], Answer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One column of a comparison.
+
+    Attributes:
+      name: plain, eagle3 or hf.
+      draft_name: the draft's label, for eagle3.
+      draft: the draft.
+      draft_length: W; 0 without a draft.
+    """
+
+    name: str
+    draft_name: str | None = None
+    draft: Draft | None = None
+    draft_length: int = 0
+
+    @property
+    def label(self) -> str:
+        """How tables call it."""
+        return self.name if self.draft_name is None else f"{self.name} {self.draft_name} K={self.draft_length}"
+
+
+def _ours(target: Target, method: Method, eos: Sequence[int]) -> Runner:
+    """Answer with our engine; warms up each shape once, untimed."""
+    warm: set[tuple[Any, ...]] = set()
+
+    def events(request: Request) -> Iterator[Any]:
+        return decode(target, method.draft, [request], draft_length=method.draft_length, eos=eos)
+
+    def run(request: Request) -> Answer:
+        shapes = (
+            tuple(prefill_buckets(len(request.tokens))),
+            cache_length_for([request], target.config, method.draft_length),
+            request.temperature == 0,
+        )
+        if shapes not in warm:
+            for round_number, _ in enumerate(events(request)):
+                if round_number == 3:
+                    break
+            warm.add(shapes)
+        for event in events(request):
+            if event.answer is not None:
+                return event.answer
+        raise AssertionError("decoding ended without an answer")
+
+    return run
+
+
+def _transformers(folder: Path, eos: Sequence[int]) -> Runner:
+    """Answer with transformers' `generate` in fp32, as a baseline."""
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+    except ImportError:
+        raise InputError(
+            expected="torch for the method hf", found="none", remedy="Install it with `pip install eagle3-jax[torch]`."
+        ) from None
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+    class Clock(StoppingCriteria):
+        """Notes when the first token is there; never stops."""
+
+        def __init__(self) -> None:
+            self.first: float | None = None
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            self.first = self.first or time.perf_counter()
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    def generate(request: Request, tokens: int) -> tuple[list[int], float, float]:
+        clock, began = Clock(), time.perf_counter()
+        sampled = request.temperature > 0
+        torch.manual_seed(request.seed)
+        settings = (
+            {"temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p} if sampled else {}
+        )
+        prompt = torch.tensor([request.tokens])
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=sampled,
+            eos_token_id=list(eos) or None, pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]), **settings,
+        )  # fmt: skip
+        end = time.perf_counter()
+        return out[0, len(request.tokens) :].tolist(), (clock.first or end) - began, end - began
+
+    warm = False
+
+    def run(request: Request) -> Answer:
+        nonlocal warm
+        if not warm:
+            generate(request, 3)
+            warm = True
+        ids, first, seconds = generate(request, request.max_new_tokens)
+        return Answer(
+            index=0, token_ids=tuple(ids), finish_reason="stop" if ids[-1] in eos else "length",
+            prompt_tokens=len(request.tokens), verification_passes=len(ids) - 1, accepted=(), logprobs=(),
+            seconds=seconds, first_token_seconds=first,
+        )  # fmt: skip
+
+    return run
+
+
+def record(
+    task: str, method: Method, temperature: float, answers: Sequence[Answer], plain: Sequence[Answer]
+) -> dict[str, Any]:
+    """One entry of results.json: a method on a task, compared with plain decoding of the same prompts."""
+    tokens = [len(answer.token_ids) for answer in answers]
+    passes = [answer.verification_passes for answer in answers]
+    decoding = [answer.seconds - answer.first_token_seconds for answer in answers]
+    speed = tokens_per_second(tokens, decoding)
+    plain_speed = tokens_per_second(
+        [len(answer.token_ids) for answer in plain], [answer.seconds - answer.first_token_seconds for answer in plain]
+    )
+    forks = []
+    for index, (ours, theirs) in enumerate(zip(answers, plain)):
+        if ours.token_ids != theirs.token_ids:
+            place = next(
+                (i for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids)) if a != b),
+                min(len(ours.token_ids), len(theirs.token_ids)),
+            )
+            forks.append({"prompt": index, "token": place})
+    accepted = [count for answer in answers for count in answer.accepted]
+    return {
+        "method": method.name,
+        "draft": method.draft_name,
+        "draft_length": method.draft_length,
+        "task": task,
+        "temperature": temperature,
+        "batch": 1,
+        "prompts": len(answers),
+        "new_tokens": sum(tokens),
+        "verification_passes": sum(passes),
+        "tau": tau(tokens, passes),
+        "n_alpha": conditional_n_alpha(accepted, method.draft_length),
+        "tokens_per_second": speed,
+        "end_to_end_seconds": sum(answer.seconds for answer in answers),
+        "time_to_first_token": ratio(sum(answer.first_token_seconds for answer in answers), len(answers)),
+        "speedup": ratio(speed or 0.0, plain_speed or 0.0),
+        "identical_to_plain": ratio(len(answers) - len(forks), len(answers)) if temperature == 0 else None,
+        "forks": forks if temperature == 0 else [],
+    }
+
+
+def run_bench(
+    target: Target,
+    target_folder: Path,
+    methods: Sequence[Method],
+    tasks: dict[str, list[tuple[int, ...]]],
+    *,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    eos: Sequence[int],
+    out: Path,
+) -> list[dict[str, Any]]:
+    """Run every method on every task and write `out`/results.json and `out`/report.md as the tasks end.
+
+    Args:
+      target: the model.
+      target_folder: where it came from, for the method hf.
+      methods: plain first.
+      tasks: prompts as token ids, by task.
+      temperatures: each is a run of its own.
+      max_new_tokens: per answer.
+      eos: end-of-sequence ids.
+      out: folder for the results.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    runners = {
+        method.label: _transformers(target_folder, eos) if method.name == "hf" else _ours(target, method, eos)
+        for method in methods
+    }
+    records: list[dict[str, Any]] = []
+    for temperature in temperatures:
+        for task, prompts in tasks.items():
+            answers: dict[str, list[Answer]] = {method.label: [] for method in methods}
+            for index, tokens in enumerate(prompts):
+                request = Request(tokens, max_new_tokens=max_new_tokens, temperature=temperature, seed=index)
+                for method in methods:
+                    answers[method.label].append(runners[method.label](request))
+                print(f"\r{task} T={temperature:g}: {index + 1}/{len(prompts)}", end="", file=sys.stderr, flush=True)
+            print(file=sys.stderr)
+            plain = answers[methods[0].label]
+            records += [record(task, method, temperature, answers[method.label], plain) for method in methods]
+            text = json.dumps(records, indent=1)
+            replace_file(out / "results.json", lambda part, text=text: part.write_text(text + "\n", encoding="utf-8"))
+            report = render(records)
+            replace_file(out / "report.md", lambda part, report=report: part.write_text(report, encoding="utf-8"))
+    return records
+
+
+def render(records: Sequence[dict[str, Any]]) -> str:
+    """Tables in Markdown: a row for each method, two columns (speedup, tau) for each task, and their mean."""
+    parts = []
+    for temperature in dict.fromkeys(entry["temperature"] for entry in records):
+        chosen = [entry for entry in records if entry["temperature"] == temperature]
+        tasks = list(dict.fromkeys(entry["task"] for entry in chosen))
+        rows: dict[str, dict[str, dict[str, Any]]] = {}
+        for entry in chosen:
+            method = Method(entry["method"], entry["draft"], None, entry["draft_length"])
+            rows.setdefault(method.label, {})[entry["task"]] = entry
+        parts.append(f"## Temperature {temperature:g}\n")
+        parts.append(
+            "| method | "
+            + " | ".join(f"{task} speedup | tau" for task in tasks)
+            + " | mean speedup | mean tau | tok/s | identical |"
+        )
+        parts.append("|---" * (2 * len(tasks) + 5) + "|")
+        for label, by_task in rows.items():
+            cells, speedups, taus = [], [], []
+            for task in tasks:
+                entry = by_task[task]
+                speedups.append(entry["speedup"] or 0.0)
+                taus.append(entry["tau"] or 0.0)
+                cells += [f"{speedups[-1]:.2f}x", f"{taus[-1]:.2f}"]
+            rates = [entry["tokens_per_second"] or 0.0 for entry in by_task.values()]
+            same = [entry["identical_to_plain"] for entry in by_task.values()]
+            shared = "-" if None in same else f"{sum(same) / len(same):.1%}"
+            mean = lambda values: sum(values) / len(values)
+            cells += [f"{mean(speedups):.2f}x", f"{mean(taus):.2f}", f"{mean(rates):.1f}", shared]
+            note = " (slower)" if mean(speedups) < 1 and label != "plain" else ""
+            parts.append(f"| {label}{note} | " + " | ".join(cells) + " |")
+        alphas = [(label, entry) for label, by_task in rows.items() for entry in by_task.values() if entry["n_alpha"]]
+        if alphas:
+            parts.append("\nn-alpha (acceptance of draft n+1, given that the n before it were accepted):\n")
+            for label, entry in alphas:
+                shown = " ".join("-" if value is None else f"{value:.2f}" for value in entry["n_alpha"])
+                parts.append(f"- {label}, {entry['task']}: {shown}")
+        parts.append("")
+    return "\n".join(parts)

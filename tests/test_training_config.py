@@ -1,0 +1,176 @@
+"""Training configs: fields given as text, files under configs/, phases, and what `check` refuses before a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3_jax.errors import InputError
+from eagle3_jax.training.config import TrainConfig, check_taps, load_config, override
+
+CONFIG = TrainConfig(target="t", output="o", data=("d.jsonl",))
+RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+
+TEXTS: dict[str, tuple[str, Any]] = {
+    "target": ("models/a b", "models/a b"),
+    "output": ("runs/1", "runs/1"),
+    "data": ("a.jsonl,b.jsonl", ("a.jsonl", "b.jsonl")),
+    "features": ("f", ("f",)),
+    "held_out_rows": ("0", 0),
+    "draft_vocab_size": ("96", 96),
+    "taps": ("(2, 4, 5)", (2, 4, 5)),
+    "rope_theta": ("1e6", 1e6),
+    "fc_norm": ("true", True),
+    "norm_output": ("1", True),
+    "norm_before_residual": ("False", False),
+    "row_length": ("64", 64),
+    "batch_rows": ("2", 2),
+    "accumulation": ("4", 4),
+    "updates": ("1_500", 1500),
+    "schedule": ("((100, 1), (50, 7))", ((100, 1), (50, 7))),
+    "step_decay": ("1", 1.0),
+    "learning_rate": ("3e-4", 3e-4),
+    "warmup": ("0", 0),
+    "final_learning_rate": ("0", 0.0),
+    "betas": ("(0, 0.99)", (0.0, 0.99)),
+    "weight_decay": ("0.1", 0.1),
+    "clip": ("1.0", 1.0),
+    "compute_dtype": ("bfloat16", "bfloat16"),
+    "seed": ("7", 7),
+    "eval_every": ("10", 10),
+    "save_every": ("20", 20),
+    "log_every": ("1", 1),
+    "keep": ("3", 3),
+}
+
+
+def test_every_field_can_be_given_as_text():
+    assert set(TEXTS) == {field.name for field in dataclasses.fields(TrainConfig)}
+    made = override(CONFIG, {name: text for name, (text, _) in TEXTS.items()})
+    for name, (_, value) in TEXTS.items():
+        found = getattr(made, name)
+        assert found == value
+        assert type(found) is type(value), name
+        if isinstance(value, tuple):
+            assert [type(item) for item in found] == [type(item) for item in value], name
+
+
+def test_fields_that_are_not_given_stay():
+    assert override(CONFIG, {}) == CONFIG
+    assert override(CONFIG, {"taps": "()", "data": ""}) == dataclasses.replace(CONFIG, taps=(), data=())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("updates", "many", "int"),
+        ("updates", "10.5", "int"),
+        ("updates", "True", "int"),
+        ("clip", "True", "float"),
+        ("learning_rate", "'1e-3'", "float"),
+        ("fc_norm", "yes", "true or false"),
+        ("taps", "3", "tuple"),
+        ("taps", "(1, 2.0)", "tuple"),
+        ("betas", "(0.9,)", "tuple"),
+        ("schedule", "(10, 1)", "tuple"),
+        ("schedule", "((10, 1, 2),)", "tuple"),
+        ("keep", "__import__('os')", "int"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, text: str, kind: str):
+    with pytest.raises(InputError) as caught:
+        override(CONFIG, {name: text})
+    assert caught.value.expected.startswith(f"--{name} to be {kind}")
+    assert caught.value.found == repr(text)
+
+
+def test_an_unknown_field_is_refused_with_the_nearest_name():
+    with pytest.raises(InputError, match=r"--learning_rates.*Did you mean --learning_rate"):
+        override(CONFIG, {"learning_rates": "1"})
+    with pytest.raises(InputError, match="Fields: target, output"):
+        override(CONFIG, {"zzz": "1"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"updates": 999}, "schedule: phases that add up to updates = 999; found 1000"),
+        ({"schedule": ()}, "schedule: phases that add up to updates = 1000; found 0"),
+        ({"schedule": ((1000, 0),)}, "schedule: at least one update and one step in every phase"),
+        ({"schedule": ((1010, 1), (-10, 2))}, "schedule: at least one update and one step in every phase"),
+        ({"updates": 0, "schedule": (), "warmup": 0}, "warmup: a warm-up shorter than the run of 0"),
+        ({"taps": (4, 2)}, "taps: ascending"),
+        ({"taps": (2, 2, 4)}, "taps: ascending"),
+        ({"taps": (-1, 2)}, "taps: ascending"),
+        ({"held_out_rows": -1}, "held_out_rows: 0 or more"),
+        ({"clip": 0.0}, "clip: a bound above 0"),
+        ({"data": ()}, "data: data files, or folders of features; found neither"),
+        ({"compute_dtype": "float16"}, "compute_dtype: float32 or bfloat16; found float16"),
+        ({"final_learning_rate": 1.0}, "final_learning_rate: between 0 and learning_rate = 0.0001; found 1.0"),
+        ({"final_learning_rate": -1e-5}, "final_learning_rate: between 0"),
+        *(({name: 0}, f"{name}: at least 1; found 0") for name in (
+            "row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep",
+        )),
+    ],
+)  # fmt: skip
+def test_what_could_only_fail_later_is_refused_by_name(changes: dict[str, Any], message: str):
+    CONFIG.check()
+    with pytest.raises(InputError, match=message.replace("(", r"\(")) as caught:
+        dataclasses.replace(CONFIG, **changes).check()
+    assert caught.value.remedy == f"Set --{message.split(':')[0]}."
+
+
+def test_features_stand_in_for_data():
+    dataclasses.replace(CONFIG, data=(), features=("f",)).check()
+
+
+@pytest.mark.parametrize("taps", [(), (1, 1), (2, 1), (-1, 0), (0, 9)])
+def test_boundaries_that_a_target_does_not_have_are_refused(taps: tuple[int, ...]):
+    check_taps((0, 3, 8), 8)
+    with pytest.raises(InputError, match="boundaries from 0 to the target's 8 layers"):
+        check_taps(taps, 8)
+
+
+def test_phases_come_one_after_the_other():
+    made = dataclasses.replace(CONFIG, updates=6, schedule=((2, 1), (3, 4), (1, 7)))
+    assert [made.steps_at(update) for update in range(6)] == [1, 1, 4, 4, 4, 7]
+    assert made.max_steps == 7
+
+
+def test_a_config_file_is_run(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from eagle3_jax.training.config import TrainConfig\n"
+        "def config():\n    return TrainConfig(target='x', output='y', data=('z',))\n"
+    )
+    assert load_config(path) == TrainConfig(target="x", output="y", data=("z",))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("x = 1", "none"), ("config = 3", "int"), ("def config():\n    return {}", "dict")]
+)
+def test_a_file_that_gives_no_config_is_refused(tmp_path: Path, text: str, found: str):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"config\(\) -> TrainConfig") as caught:
+        load_config(path)
+    assert caught.value.found == found
+
+
+def test_a_missing_config_is_refused_with_those_that_exist(tmp_path: Path):
+    (tmp_path / "one.py").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(InputError, match=r"nothing there.*Known ones: .*one\.py"):
+        load_config(tmp_path / "two.py")
+    with pytest.raises(InputError, match="another kind of file"):
+        load_config(tmp_path / "notes.txt")
+    with pytest.raises(InputError, match="Python files under configs/"):
+        load_config(tmp_path / "absent" / "two.py")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_loads_and_passes_its_check(path: Path):
+    load_config(path).check()

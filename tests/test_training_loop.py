@@ -1,0 +1,392 @@
+"""Whole training runs on a tiny target: an interrupted run continues bit for bit however it ended, what a run leaves
+on disk, and what it says about itself.
+
+The programs are compiled once for the whole file (a persistent cache of its own), and the straight run that others are
+compared with is made once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from eagle3_jax.checkpoint import load_target
+from eagle3_jax.errors import InputError
+from eagle3_jax.training import loop
+from eagle3_jax.training.checkpoint import RunFolder, abstract_state
+from eagle3_jax.training.config import TrainConfig, load_config
+from eagle3_jax.training.features import FeatureRows, write_features
+from eagle3_jax.training.loop import Result, packed_rows, train
+from eagle3_jax.training.packing import assistant_slots
+from eagle3_jax.training.step import TrainState
+from tests import tiny, tiny_tokenizers
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TAPS = (0, 1, 2)
+UPDATES, BATCH = 20, 2
+TRAINED_ROWS = 20  # 10 updates are an epoch
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+import jax
+jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.loop import train
+
+rename = os.rename
+def killed_before(source, destination, **options):
+    if Path(destination).name == "20":  # all of this checkpoint is written, under another name
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(source, destination, **options)
+os.rename = killed_before
+train(eval(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Every run makes its programs anew; they are compiled once."""
+    folder = tmp_path_factory.mktemp("programs")
+    names = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in names.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a target of two layers with its tokenizer."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny.hf_target(num_hidden_layers=2).save_pretrained(folder)
+    tokenizer = tiny_tokenizers.chatml(TEMPLATE, size=300)
+    assert len(tokenizer) <= tiny.T0["vocab_size"]
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """20 updates of two steps; rows of 48 tokens, one document each."""
+    words = "one two three four five six seven eight nine ten red green blue".split()
+    rng = np.random.default_rng(0)
+    data = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    with data.open("w", encoding="utf-8") as file:
+        for _ in range(24):
+            prompt, response = (" ".join(rng.choice(words, count)) for count in (2, 12))
+            file.write(json.dumps({"prompt": prompt, "response": response}) + "\n")
+    config = TrainConfig(
+        target=str(target), output="", data=(str(data),), draft_vocab_size=96, taps=TAPS, row_length=48,
+        batch_rows=BATCH, updates=UPDATES, schedule=((UPDATES, 2),), learning_rate=1e-3, warmup=2, eval_every=10,
+        save_every=10, log_every=1,
+    )  # fmt: skip
+    rows = packed_rows(config).tokens.shape[0]
+    assert rows == 24
+    # Three rows held out, which is no multiple of the batch, and one left over from an epoch of ten updates.
+    return dataclasses.replace(config, held_out_rows=rows - TRAINED_ROWS)
+
+
+def saved(folder: Path, step: int | str = "latest") -> TrainState:
+    """A checkpoint, without knowing what is in it."""
+    run = RunFolder(folder)
+    try:
+        return run.manager.restore(run.latest() if step == "latest" else step)
+    finally:
+        run.close()
+
+
+def steps_on_disk(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def assert_same_run(folder: Path, other: Path) -> None:
+    """The same weights and optimiser, bit for bit, and the same log but for the times."""
+    pairs = list(zip(jax.tree.leaves(saved(folder)), jax.tree.leaves(saved(other))))
+    assert len(pairs) > 40
+    for one, two in pairs:
+        np.testing.assert_array_equal(one, two)
+    timeless = lambda entry: {name: value for name, value in entry.items() if "second" not in name}
+    assert [*map(timeless, logged(folder))] == [*map(timeless, logged(other))]
+
+
+@pytest.fixture(scope="module")
+def straight(settings: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """The uninterrupted run."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    return folder, train(dataclasses.replace(settings, output=str(folder)))
+
+
+def test_a_run_learns_and_says_so(straight: tuple[Path, Result], settings: TrainConfig):
+    folder, result = straight
+    assert result.finished
+    assert result.updates == UPDATES
+    entries = logged(folder)
+    updates = [entry for entry in entries if "loss" in entry]
+    assert [entry["update"] for entry in updates] == [*range(1, UPDATES + 1)]
+    rates = [float(settings.learning_rates()(update)) for update in range(UPDATES)]
+    np.testing.assert_allclose([entry["learning_rate"] for entry in updates], rates, rtol=1e-5)
+    assert updates[-1]["learning_rate"] == pytest.approx(settings.final_learning_rate, rel=1e-4)
+    for entry in updates:
+        assert entry["clipped"] == (entry["gradient_norm"] > settings.clip)
+        assert entry["skipped"] == 0
+        assert entry["tokens_per_second"] > 0
+        assert entry["loss"] == pytest.approx(entry["cross_entropy"][0] + 0.8 * entry["cross_entropy"][1], rel=1e-5)
+        assert entry["joint"][0] == entry["conditional"][0]
+    assert np.mean([entry["loss"] for entry in updates[-5:]]) < np.mean([entry["loss"] for entry in updates[:5]])
+    held_out = [entry for entry in entries if "held_out" in entry]
+    assert [entry["update"] for entry in held_out] == [10, 20]
+    assert held_out[-1]["held_out"] == result.evaluation
+    assert len(result.evaluation["joint"]) == 2
+
+
+def test_a_checkpoint_holds_the_draft_and_nothing_of_the_target(straight: tuple[Path, Result], settings: TrainConfig):
+    folder, _ = straight
+    state = saved(folder)
+    assert sorted(state) == ["opt_state", "params", "skipped", "update"]
+    params = state["params"]
+    assert {name: leaf.shape for name, leaf in params.items() if leaf is not None} == {
+        "fc": (64, 192), "embed_norm": (64,), "feature_norm": (64,), "q": (4, 16, 128), "k": (2, 16, 128),
+        "v": (2, 16, 128), "o": (64, 4, 16), "post_norm": (64,), "gate": (128, 64), "up": (128, 64), "down": (64, 128),
+        "norm": (64,), "lm_head": (96, 64),
+    }  # fmt: skip
+    size = lambda tree: sum(np.size(leaf) for leaf in jax.tree.leaves(tree))
+    assert size(state["opt_state"]) == 2 * size(params) + 2  # two moments; a count for Adam and one for the schedule
+    # An update donates the state: nothing of the target may have gone with it, and nothing of it is trained.
+    assert (folder / "run.json").stat().st_size < 20_000
+
+
+def test_a_killed_run_continues_bit_for_bit(
+    straight: tuple[Path, Result], settings: TrainConfig, cache: Path, tmp_path: Path
+):
+    # Killed in the middle of its second save, ten updates after the first, which fell on the border of an epoch.
+    output = tmp_path / "run"
+    config = dataclasses.replace(settings, output=str(output))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CHILD, repr(config), str(cache)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert steps_on_disk(output) == ["10", "20.orbax-checkpoint-tmp"]
+    assert logged(output)[-1]["update"] == 20
+    run = RunFolder(output)
+    assert run.latest() == 10
+    run.close()
+    # A reader leaves a half-written checkpoint alone (its writer may be at work); the next training run clears it.
+    assert len(steps_on_disk(output)) == 2
+    with (output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"update": 21, "los')
+    result = train(config)
+    assert result == straight[1]
+    assert steps_on_disk(output) == ["10", "20"]
+    assert_same_run(output, straight[0])
+
+
+def at_update(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Do something while an update, counted from 1, is computed."""
+    make, calls = loop.make_train_step, []
+
+    def made(*args: Any, **options: Any) -> Any:
+        step = make(*args, **options)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            calls.append(None)
+            if len(calls) == number:
+                act()
+            return step(*args, **options)
+
+        return counted
+
+    monkeypatch.setattr(loop, "make_train_step", made)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_an_interrupted_run_saves_and_continues_bit_for_bit(
+    straight: tuple[Path, Result], settings: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"))
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        at_update(patch, 7, lambda: os.kill(os.getpid(), number))
+        result = train(config)
+    assert result == Result(updates=7, finished=False, evaluation={})
+    assert signal.getsignal(number) is handler
+    assert steps_on_disk(tmp_path / "run") == ["7"]
+    assert train(config) == straight[1]
+    assert_same_run(tmp_path / "run", straight[0])
+    assert steps_on_disk(tmp_path / "run") == ["10", "20"]
+
+
+def test_a_finished_run_is_left_as_it_is(straight: tuple[Path, Result], settings: TrainConfig):
+    folder, _ = straight
+    before = logged(folder)
+    result = train(dataclasses.replace(settings, output=str(folder)))
+    assert result == Result(updates=UPDATES, finished=True, evaluation={})
+    assert logged(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"learning_rate": 2e-3}, "learning_rate 0.002 instead of 0.001"),
+        ({"draft_vocab_size": 64, "seed": 1}, "draft_vocab_size 64 instead of 96; seed 1 instead of 0"),
+        ({"updates": 30, "schedule": ((30, 2),)}, "updates 30 instead of 20"),
+    ],
+)
+def test_another_config_in_the_same_folder_is_refused(
+    straight: tuple[Path, Result], settings: TrainConfig, changes: dict[str, Any], named: str
+):
+    folder, _ = straight
+    with pytest.raises(InputError, match=named):
+        train(dataclasses.replace(settings, output=str(folder), **changes))
+    RunFolder(folder).check_same(dataclasses.replace(settings, keep=9, log_every=3, eval_every=7, save_every=1))
+
+
+@pytest.mark.parametrize("size", [96, 64, 320])
+def test_the_head_has_the_vocabulary_that_was_asked_for(settings: TrainConfig, tmp_path: Path, size: int):
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), draft_vocab_size=size)
+    run = RunFolder(tmp_path / "run")
+    setup = loop._prepare(config, run)
+    _, draft, vocab = run.read()
+    assert setup.draft.params.lm_head.shape == (size, 64)
+    assert setup.teacher.label_head.shape == (size, 64)
+    assert draft.draft_vocab_size == vocab.size == size
+    np.testing.assert_array_equal(vocab.d2t, setup.draft.vocab.d2t)
+    head = np.asarray(load_target(Path(config.target)).params.lm_head)
+    np.testing.assert_array_equal(setup.draft.params.lm_head, head[np.asarray(vocab.d2t)])
+
+
+def test_features_on_disk_train_as_the_target_in_the_loop_does(
+    straight: tuple[Path, Result], settings: TrainConfig, tmp_path: Path
+):
+    model = load_target(Path(settings.target))
+    write_features(tmp_path / "features", packed_rows(settings), model, TAPS, batch=BATCH)
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), data=(), features=(str(tmp_path / "features"),), updates=2,
+        schedule=((2, 2),), warmup=0, final_learning_rate=1e-3,
+    )  # fmt: skip
+    train(config)
+    offline, online = logged(tmp_path / "run")[0], logged(straight[0])[0]
+    # The first update sees the same rows and weights, but for what bf16 rounds away.
+    assert offline["loss"] == pytest.approx(online["loss"], rel=2e-2)
+    assert offline["gradient_norm"] == pytest.approx(online["gradient_norm"], rel=5e-2)
+    assert RunFolder(tmp_path / "run").read()[2].size == 96
+    with pytest.raises(InputError, match="features with row_length 40"):
+        train(dataclasses.replace(config, output=str(tmp_path / "other"), row_length=40))
+    assert len(FeatureRows(tmp_path / "features", taps=TAPS, target_fingerprint=loop.fingerprint(model), row_length=48))
+
+
+def test_too_few_rows_and_foreign_boundaries_are_refused(settings: TrainConfig, tmp_path: Path):
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"))
+    with pytest.raises(InputError, match=r"held_out_rows \+ batch_rows = 25 packed rows; found 24"):
+        train(dataclasses.replace(config, held_out_rows=23))
+    with pytest.raises(InputError, match="the target's 2 layers"):
+        train(dataclasses.replace(config, taps=(0, 1, 3)))
+    with pytest.raises(InputError, match="schedule"):
+        train(dataclasses.replace(config, updates=21))
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_every_held_out_row_counts_once(settings: TrainConfig, tmp_path: Path):
+    setup = loop._prepare(dataclasses.replace(settings, output=str(tmp_path / "run")), RunFolder(tmp_path / "run"))
+    setup.held_out = setup.held_out[:3]  # no multiple of the batch
+    step, found = loop.make_eval_step(), []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        assert args[1].tokens.shape[0] == BATCH
+        found.append(step(*args, **options))
+        return found[-1]
+
+    loop.evaluate(setup, setup.draft, 2, BATCH, watched)
+    spans = np.stack([setup.rows[int(index)]["spans"] for index in setup.held_out])
+    for s in range(2):
+        assert sum(float(sums.slots[s]) for sums in found) == assistant_slots(spans, s).sum() > 0
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "configs").glob("*.py")), ids=lambda path: path.stem
+)
+def test_every_shipped_recipe_runs(settings: TrainConfig, tmp_path: Path, path: Path):
+    shared = ("target", "data", "taps", "row_length", "batch_rows", "draft_vocab_size")
+    changes = {name: getattr(settings, name) for name in shared}
+    config = dataclasses.replace(
+        load_config(path), output=str(tmp_path / "run"), features=(), updates=2, schedule=((1, 1), (1, 2)), warmup=1,
+        held_out_rows=2, **changes,
+    )  # fmt: skip
+    assert train(config).finished
+    assert [entry["steps"] for entry in logged(tmp_path / "run") if "steps" in entry] == [1, 2]
+
+
+def small_state(update: int) -> TrainState:
+    params: Any = {"weight": jnp.arange(3.0) + update}
+    return TrainState(params, optax.adamw(1e-3).init(params), jnp.int32(update), jnp.int32(0))
+
+
+def test_the_latest_and_the_best_checkpoints_are_kept_and_no_others(tmp_path: Path):
+    run = RunFolder(tmp_path, keep=2, writes=True)
+    kept = []
+    for update, joint in enumerate([0.5, None, 0.9, 0.1, None, 0.9, 0.2, 0.3], start=1):
+        run.save(small_state(update), joint)
+        kept.append(steps_on_disk(tmp_path))
+    run.close()
+    assert kept == [["1"], ["1", "2"], ["2", "3"], ["3", "4"], ["3", "4", "5"], ["5", "6"], ["6", "7"], ["6", "7", "8"]]
+    run = RunFolder(tmp_path)
+    abstract = abstract_state(small_state(0))
+    assert run.latest() == 8
+    assert int(run.restore(abstract, "best").update) == 6  # the later of two equals
+    assert int(run.restore(abstract, "latest").update) == 8
+    restored = run.restore(abstract, 7)
+    assert jax.tree.structure(restored) == jax.tree.structure(small_state(7))
+    np.testing.assert_array_equal(restored.params["weight"], np.arange(3.0) + 7)
+    with pytest.raises(InputError, match=r"checkpoint 5 in .*; found updates 6, 7, 8"):
+        run.restore(abstract, 5)
+    run.close()
+
+
+def test_the_best_of_a_run_without_held_out_rows_is_its_latest(tmp_path: Path):
+    run = RunFolder(tmp_path, keep=1, writes=True)
+    with pytest.raises(InputError, match="found no whole checkpoint"):
+        run.restore(abstract_state(small_state(0)))
+    for update in (1, 2):
+        run.save(small_state(update))
+    assert int(run.restore(abstract_state(small_state(0)), "best").update) == 2
+    run.save(small_state(2), 0.5)  # saved already: left as it is
+    assert steps_on_disk(tmp_path) == ["2"]
+    run.close()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path):
+    for folder, found in ((tmp_path / "absent", "nothing there"), (tmp_path, "a folder without it")):
+        assert not RunFolder(folder).exists
+        with pytest.raises(InputError, match=f"a training run at .* found {found}"):
+            RunFolder(folder).read()
+
+
+def test_what_json_has_no_words_for_is_null_in_the_log():
+    entry = {"a": float("nan"), "b": [float("inf"), 1.0, None], "c": {"d": -float("inf")}, "e": "skipped", "f": True}
+    assert loop._finite(entry) == {"a": None, "b": [None, 1.0, None], "c": {"d": None}, "e": "skipped", "f": True}
