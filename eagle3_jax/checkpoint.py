@@ -342,9 +342,6 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None) -> 
     own_embed = config.hidden_size != config.target_hidden_size
     derived = {"lm_head.weight": "the target's head"} if full and not own_embed else {}
     params, read = _load_tree(specs, files, dtype, folder, derived)
-    if params.lm_head is None:
-        logger.warning("%s has no lm_head; its vocabulary is the target's, whose head is used", folder)
-        params = params.replace(lm_head=target.params.lm_head.astype(dtype))
     if "d2t" not in files and not full:
         raise InputError(
             expected=f"d2t in {folder}: its vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens",
@@ -361,6 +358,10 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None) -> 
         )
     member = files["t2d"]["t2d"] if "t2d" in files else None
     vocab = vocab_from_offsets(offsets, config.vocab_size, member, f"d2t of {folder}")
+    if params.lm_head is None:
+        logger.warning("%s has no lm_head; its vocabulary is the target's, whose head is used", folder)
+        head = target.params.lm_head.astype(dtype)
+        params = params.replace(lm_head=head[vocab.d2t] if offsets.any() else head)
     embed = target.params.embed.astype(dtype)
     if own_embed:
         spec = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), "embed_tokens.weight")

@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate = subcommands.add_parser(
         "generate",
         help="answer prompts, plain or with a draft",
-        description="Answer prompts. Without --draft: plain decoding, one token a pass. With it: EAGLE-3, the same text.",
+        description="Answer prompts. Without --draft: plain decoding, one token a pass. With it: EAGLE-3, same text.",
         epilog="Example: eagle3-jax generate --target models/SmolLM2-135M-Instruct --draft "
         'checkpoints/smollm2-135m-instruct-eagle3 --prompt "Why is the sky blue?" --stream',
     )

@@ -24,7 +24,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise InputError(expected=f"a jsonl file at {path}", found="no such file", remedy="Check the path.")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
+    # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for line ends.
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -54,13 +54,17 @@ def start(device: str | None = None, dtype: str | None = None, cache_dir: str | 
         jax.config.update("jax_platforms", PLATFORMS[device])
     try:
         first = jax.devices()[0]
+        found = first.platform
     except RuntimeError as error:
+        first, found = None, str(error).splitlines()[0]
+    kind = "gpu" if found in ("gpu", "cuda", "rocm") else found
+    # In a process that has used jax before, another platform is kept without an error.
+    if first is None or device not in (None, kind):
         raise InputError(
             expected=f"a {device or 'usable'} device",
-            found=str(error).splitlines()[0],
+            found=found,
             remedy="Leave --device out to use what there is; GPUs need `pip install eagle3-jax[cuda]`, TPUs [tpu].",
-        ) from None
-    kind = "gpu" if first.platform in ("gpu", "cuda", "rocm") else first.platform
+        )
     dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
     # fp32 means fp32: without this, GPUs would use TF32 and TPUs bf16 passes.
     precision = "highest" if dtype == "float32" else "default"

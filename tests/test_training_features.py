@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -74,19 +75,22 @@ def test_features_on_disk_equal_those_in_the_loop(folder: Path, t0: Target):
                 np.testing.assert_array_equal(row[name], np.asarray(online[name][i]).astype(ml_dtypes.bfloat16))
 
 
-def test_features_are_those_of_the_target_and_the_argmax_is_over_the_whole_vocabulary(
-    monkeypatch: pytest.MonkeyPatch, t0: Target
-):
+def test_features_are_those_of_the_target_and_the_argmax_is_over_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(step_room, "ARGMAX_CHUNK", 5)  # 3 rows of 11 tokens: chunks that do not divide evenly
+    target, taps = tiny.from_hf(tiny.hf_target(num_hidden_layers=2)), (0, 1, 2)
     packed = packed_rows(3)
-    tokens, documents, positions = (
-        jnp.asarray(array[:, :11]) for array in (packed.tokens, packed.documents, packed.positions)
-    )
-    taps, hidden, argmax = step_room.target_features(t0, tokens, documents, positions, taps=TAPS)
-    out = target_forward(t0, tokens, positions, document_mask(documents), taps=TAPS)
-    np.testing.assert_allclose(taps, out.taps, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(hidden, out.hidden, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(argmax, target_logits(t0, out.hidden).argmax(-1))
+    rows = [jnp.asarray(array[:, :11]) for array in (packed.tokens, packed.documents, packed.positions)]
+    tapped, hidden, argmax = step_room.target_features(target, *rows, taps=taps)
+
+    @jax.jit
+    def plain(tokens: jax.Array, documents: jax.Array, positions: jax.Array) -> Any:
+        out = target_forward(target, tokens, positions, document_mask(documents), taps=taps)
+        return out.taps, out.hidden, target_logits(target, out.hidden).argmax(-1)
+
+    expected_taps, expected_hidden, expected_argmax = plain(*rows)
+    np.testing.assert_allclose(tapped, expected_taps, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(hidden, expected_hidden, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(argmax, expected_argmax)
 
 
 def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path, t0: Target):

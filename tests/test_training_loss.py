@@ -267,6 +267,12 @@ def test_joint_and_conditional_acceptance_are_told_apart():
     assert told["conditional"] == [0.8, 0.75]
 
 
+def assert_close(one: Any, other: Any) -> None:
+    """Equal to 1e-5 of each leaf's largest value."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
 def test_packed_documents_train_as_if_they_were_alone(t0: Target, d0: Draft):
     documents = np.asarray([DOCUMENTS[0], [0] * 16])  # an empty second row, so that both layouts have one shape
     packed = tiny.training_batch(d0, documents, [SPANS[0], [0] * 16])
@@ -282,8 +288,7 @@ def test_packed_documents_train_as_if_they_were_alone(t0: Target, d0: Draft):
         gradients_of(d0.params, d0, batch, label_head(t0, d0), mean_weights(d0, batch))
         for batch in (packed, jax.tree.map(split, packed))
     ]
-    for together, apart in zip(*map(jax.tree.leaves, results)):
-        np.testing.assert_allclose(together, apart, rtol=1e-5, atol=1e-5 * float(jnp.abs(apart).max()))
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("edited", [1, 2])
@@ -307,18 +312,22 @@ def test_the_gradient_of_a_reply_does_not_depend_on_the_length_of_its_prompt(t0:
     # With values of zero nothing of the prompt reaches the reply, so only a wrong average could tell prompts apart.
     draft = dataclasses.replace(d0, params=dataclasses.replace(d0.params, v=jnp.zeros_like(d0.params.v)))
     reply, found = tiny.training_batch(d0, [[1] * 16, [0] * 16], [[0] + [1] * 5 + [0] * 10, [0] * 16]), []
+    head, optimizer = label_head(t0, draft), optax.trace(decay=0.0)  # its state is the update's gradient
+    step = make_train_step(optimizer, decay=DECAY)
     for prompt in (0, 10):
         batch = jax.tree.map(lambda values, prompt=prompt: jnp.roll(values, prompt, axis=1), reply)
         documents = jnp.asarray([[1] * (prompt + 6) + [0] * (10 - prompt), [0] * 16], jnp.int32)
         positions = jnp.arange(16, dtype=jnp.int32)[None] * documents
         batch = dataclasses.replace(batch, documents=documents, positions=positions)
-        weights = mean_weights(draft, batch)
-        (loss, _), gradients = gradients_of(draft.params, draft, batch, label_head(t0, draft), weights)
-        found.append(
-            [loss, *(getattr(gradients, name) for name in ("fc", "o", "gate", "up", "down", "norm", "lm_head"))]
-        )
-    for short, long in zip(*found):
-        np.testing.assert_allclose(short, long, rtol=1e-5, atol=1e-5 * float(jnp.abs(short).max()))
+        params = jax.tree.map(jnp.copy, draft.params)
+        state = TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0))
+        micro = jax.tree.map(lambda array: array[None], batch)
+        state, _, _ = step(state, micro, draft, Teacher(label_head=head), steps=STEPS)
+        taken = state.opt_state.trace
+        _, expected = gradients_of(draft.params, draft, batch, head, mean_weights(draft, batch))
+        assert_close(taken, expected)
+        found.append([getattr(taken, name) for name in ("fc", "o", "gate", "up", "down", "norm", "lm_head")])
+    assert_close(*found)
 
 
 @pytest.fixture(scope="module")

@@ -138,9 +138,14 @@ def exact_joint(target: Target, prompt: Sequence[int], sampling: Sampling, *, fi
     rows, length = prefixes.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool))[None], (rows, length, length))
-    hidden = target_forward(target, jnp.asarray(prefixes), positions, mask).hidden[:, -3:]
     values = jax.tree.map(lambda value: jnp.broadcast_to(value[:1], (rows,)), sampling)
-    each = np.asarray(target_distribution(target_logits(target, hidden), values, filters=filters), np.float64)
+
+    @jax.jit
+    def distributions(target: Target) -> jax.Array:
+        hidden = target_forward(target, jnp.asarray(prefixes), positions, mask).hidden[:, -3:]
+        return target_distribution(target_logits(target, hidden), values, filters=filters)
+
+    each = np.asarray(distributions(target), np.float64)
     each = each.reshape(vocab, vocab, 3, vocab)
     return each[0, 0, 0][:, None, None] * each[:, 0, 1][:, :, None] * each[:, :, 2]
 

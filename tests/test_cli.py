@@ -1,0 +1,320 @@
+"""The command line as other programs call it: results on stdout, notes on stderr, exit codes, one paragraph for bad
+input, and the whole path from prompts to a measured draft on a tiny target."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from eagle3_jax import cli, prompts
+from eagle3_jax.checkpoint import load_target, save_draft
+from eagle3_jax.errors import InputError
+from tests import tiny, tiny_tokenizers
+
+pytestmark = pytest.mark.smoke
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target with a tokenizer, and a draft for it."""
+    target = tmp_path_factory.mktemp("models") / "target"
+    tiny.hf_target(num_hidden_layers=2, max_position_embeddings=128).save_pretrained(target)
+    tiny_tokenizers.chatml(TEMPLATE, size=300).save_pretrained(target)
+    draft = target.parent / "draft"
+    save_draft(draft, tiny.draft(load_target(target), taps=(0, 1, 2)))
+    return target, draft
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The user's cache stays untouched, and jax's settings do not leak into other tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    precision = jax.config.jax_default_matmul_precision
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_default_matmul_precision", precision)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_generate_answers_the_same_with_a_draft_and_without(folders, capsys, tmp_path):
+    target, draft = folders
+    rows = [{"prompt": "hello there"}, {"messages": [{"role": "user", "content": "a b c"}]}, {"turns": ["one", "two"]}]
+    file = write_jsonl(tmp_path / "prompts.jsonl", rows)
+    common = ("generate", "--target", target, "--prompts", file, "--max-new-tokens", 12, "--json", "--ignore-eos")
+    code, plain, notes = run(capsys, *common)
+    assert code == 0
+    assert notes.splitlines()[0].startswith("platform cpu, device ")
+    assert "dtype float32, matmul precision highest" in notes.splitlines()[0]
+    code, drafted, _ = run(capsys, *common, "--draft", draft, "--draft-length", 3, "--batch", 2, "--logprobs")
+    assert code == 0
+    first = {record["prompt_index"]: record for record in map(json.loads, plain.splitlines())}
+    second = {record["prompt_index"]: record for record in map(json.loads, drafted.splitlines())}
+    assert sorted(first) == sorted(second) == [0, 1, 2]
+    for index, record in first.items():
+        assert second[index]["token_ids"] == record["token_ids"]
+        assert record["new_tokens"] == len(record["token_ids"]) == 12
+        assert record["finish_reason"] == "length"
+        assert record["tau"] == 1.0
+        assert record["verification_passes"] == 11
+        assert record["prompt_tokens"] > 0
+        assert record["seconds"] > 0
+        assert len(second[index]["logprobs"]) == 12
+        assert max(second[index]["logprobs"]) <= 0
+
+
+def test_streamed_text_is_the_answer(folders, capsys):
+    common = ("generate", "--target", folders[0], "--prompt", "hello", "--max-new-tokens", 16)
+    _, whole, _ = run(capsys, *common)
+    _, streamed, _ = run(capsys, *common, "--stream")
+    assert streamed == whole
+    assert whole.strip()
+
+
+def test_a_stop_string_cuts_the_text_and_keeps_its_tokens(folders, capsys):
+    common = ("generate", "--target", folders[0], "--prompt", "hello", "--max-new-tokens", 24, "--ignore-eos", "--json")
+    _, out, _ = run(capsys, *common)
+    whole = json.loads(out)
+    stop = whole["text"][6:8]
+    _, out, _ = run(capsys, *common, "--stop", stop)
+    cut = json.loads(out)
+    assert cut["finish_reason"] == "stop"
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+    assert cut["new_tokens"] == len(cut["token_ids"]) < 24
+
+
+def test_a_dead_draft_is_warned_about(folders, capsys, tmp_path):
+    target, draft = folders
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "hello there"}] * 2)
+    _, _, notes = run(
+        capsys,
+        "generate",
+        "--target",
+        target,
+        "--draft",
+        draft,
+        "--prompts",
+        file,
+        "--max-new-tokens",
+        40,
+        "--ignore-eos",
+    )
+    assert "almost no draft is accepted" in notes
+
+
+def broken_target(folder: Path, target: Path, how: str) -> Path:
+    shutil.copytree(target, folder)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif how == "foreign":
+        weights.write_bytes(b"PK" + weights.read_bytes()[2:])
+    elif how == "quantised":
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "gptq"}})
+        )
+    elif how == "not json":
+        config.write_text("{")
+    elif how == "shape":
+        tensors = load_file(weights)
+        tensors["model.norm.weight"] = np.zeros(3, np.float32)
+        save_file(tensors, weights)
+    elif how == "unknown tensor":
+        save_file(load_file(weights) | {"model.extra.weight": np.zeros(3, np.float32)}, weights)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("truncated", "complete safetensors"),
+        ("foreign", "safetensors"),
+        ("quantised", "gptq"),
+        ("not json", "does not parse"),
+        ("shape", "model.norm.weight has shape"),
+        ("unknown tensor", "model.extra.weight"),
+    ],
+)
+def test_a_broken_target_is_refused_in_one_paragraph(folders, capsys, tmp_path, how, words):
+    broken = broken_target(tmp_path / "broken", folders[0], how)
+    code, out, notes = run(capsys, "generate", "--target", broken, "--prompt", "hello")
+    assert code == 2
+    assert out == ""
+    assert words in notes
+    assert "Traceback" not in notes
+    assert "compiling" not in notes
+    last = notes.splitlines()[-1]
+    assert last.startswith("eagle3-jax: expected ")
+    assert "; found " in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--prompt", ""), "empty prompt"),
+        (("--prompt", "   "), "empty prompt"),
+        (("--prompt", "word " * 400), "context of 128 tokens"),
+        (("--prompt", "x", "--max-new-tokens", "0"), "max_new_tokens"),
+        (("--prompt", "x", "--top-p", "0"), "top_p"),
+        (("--prompt", "x", "--method", "eagle3"), "--draft"),
+        (("--prompt", "x", "--draft", "/nowhere"), "/nowhere"),
+        (("--prompt", "x", "--device", "tpu"), "tpu"),
+        (("--prompts", "/nowhere.jsonl"), "no such file"),
+    ],
+)
+def test_bad_arguments_are_refused(folders, capsys, arguments, words):
+    code, out, notes = run(capsys, "generate", "--target", folders[0], *arguments)
+    assert code == 2
+    assert out == ""
+    assert words in notes
+    assert "Traceback" not in notes
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "empty file"),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2"),
+        ("[1]\n", "line 1"),
+        ('{"question": "a"}\n', "question"),
+    ],
+)
+def test_an_unusable_prompt_file_is_refused(folders, capsys, tmp_path, content, words):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompts", file)
+    assert code == 2
+    assert words in notes
+
+
+def test_tracebacks_are_shown_on_request_only(folders, capsys):
+    code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompt", "", "--debug")
+    assert code == 2
+    assert "Traceback" in notes
+
+
+def test_a_draft_given_as_target_and_a_target_given_as_draft_are_named(folders, capsys):
+    target, draft = folders
+    code, _, notes = run(capsys, "generate", "--target", draft, "--prompt", "x")
+    assert (code, "this is an EAGLE-3 draft" in notes) == (2, True)
+    code, _, notes = run(capsys, "generate", "--target", target, "--draft", target, "--prompt", "x")
+    assert (code, "draft_vocab_size" in notes) == (2, True)
+
+
+def test_faults_of_ours_and_full_memory_have_their_own_exit_codes(folders, capsys, monkeypatch):
+    def fail(error: Exception) -> None:
+        def raise_it(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("eagle3_jax.commands.load_target", raise_it)
+
+    fail(ZeroDivisionError("x"))
+    code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompt", "x")
+    assert (code, "a fault of ours" in notes) == (1, True)
+    fail(RuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 5 bytes"))
+    code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompt", "x")
+    assert (code, "XLA_PYTHON_CLIENT_MEM_FRACTION" in notes) == (2, True)
+    monkeypatch.setattr("eagle3_jax.commands.load_target", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompt", "x")
+    assert (code, "interrupted" in notes) == (130, True)
+
+
+def test_unknown_flags_and_unknown_fields_are_refused(folders, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["generate", "--target", str(folders[0]), "--prompt", "x", "--tempratur", "1"])
+    assert stopped.value.code == 2
+    code, _, notes = run(capsys, "train", "configs/smollm2_135m.py", "--lerning_rate", "1")
+    assert (code, "Did you mean --learning_rate?" in notes) == (2, True)
+    code, _, notes = run(capsys, "train", "configs/nothing.py")
+    assert (code, "configs/smollm2_135m.py" in notes) == (2, True)
+
+
+def test_line_separators_inside_a_string_do_not_split_a_row(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert prompts.read_jsonl(file) == [{"prompt": "a\u2028b\u0085c"}]
+
+
+def test_prompt_forms_ask_the_first_question():
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert prompts.prompt_messages({"messages": messages}, "row") == messages
+    assert prompts.prompt_messages({"turns": ["a", "b"]}, "row") == [{"role": "user", "content": "a"}]
+    for bad in ({"messages": [{"role": "user"}]}, {"turns": []}, {"prompt": 3}, {}):
+        with pytest.raises(InputError):
+            prompts.prompt_messages(bad, "row")
+
+
+def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
+    target, _ = folders
+    questions = [{"id": n, "messages": [{"role": "user", "content": f"question {n}"}]} for n in range(12)]
+    asked, answers = write_jsonl(tmp_path / "questions.jsonl", questions), tmp_path / "answers.jsonl"
+    regenerate = ("data", "regenerate", asked, "--target", target, "--out", answers, "--max-new-tokens", 20)
+    code, _, _ = run(capsys, *regenerate, "--limit", 4)
+    assert code == 0
+    whole = answers.read_bytes()
+    answers.write_bytes(whole + b'{"id": "4", "resp')  # as an interruption would leave it
+    code, _, notes = run(capsys, *regenerate, "--batch", 4)
+    assert (code, "8 prompts to answer, 4 answered before" in notes) == (0, True)
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert answers.read_bytes().startswith(whole)
+    assert sorted(int(row["id"]) for row in rows) == list(range(12))
+    assert all(row["finished"] or row["n_tokens"] == 20 for row in rows)
+
+    fields = ("--target", target, "--data", answers, "--taps", "(0,1,2)", "--row_length", 64, "--batch_rows", 2)
+    features, output = tmp_path / "features", tmp_path / "run"
+    code, out, _ = run(capsys, "data", "features", "configs/smollm2_135m.py", *fields, "--out", features)
+    assert (code, out.strip()) == (0, str(features))
+    train = (
+        "train", "configs/smollm2_135m.py", *fields, "--features", features, "--output", output, "--updates", 4,
+        "--schedule", "((2,1),(2,2))", "--warmup", 1, "--held_out_rows", 2, "--draft_vocab_size", 96,
+    )  # fmt: skip
+    code, out, notes = run(capsys, *train)
+    assert code == 0, notes
+    assert json.loads(out)["updates"] == 4
+    assert "update 4/4 steps 2 loss" in notes
+    draft = tmp_path / "draft"
+    code, out, _ = run(capsys, "export", output, draft)
+    assert (code, out.strip()) == (0, str(draft))
+    assert run(capsys, "export", output, draft)[0] == 2
+    code, out, _ = run(capsys, "eval", "--target", target, "--draft", draft, "--data", answers, "--limit", 4, "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert result["decoding"]["tau"] >= 1
+    assert len(result["teacher_forced"]["joint"]) == 5
+
+    bench = tmp_path / "bench"
+    code, out, _ = run(
+        capsys, "bench", "--target", target, "--draft", f"mine={draft}", "--tasks", f"t={asked}", "--limit", 3,
+        "--methods", "plain,hf,eagle3", "--draft-length", "2,3", "--max-new-tokens", 10, "--out", bench,
+    )  # fmt: skip
+    assert code == 0
+    records = json.loads((bench / "results.json").read_text())
+    assert [record["method"] for record in records] == ["plain", "hf", "eagle3", "eagle3"]
+    assert all(record["identical_to_plain"] == 1.0 for record in records)
+    assert records[0]["speedup"] == 1.0
+    assert len(records[3]["n_alpha"]) == 3
+    assert "| method |" in (bench / "report.md").read_text()
+    assert "identical" in out
