@@ -421,6 +421,8 @@ def save_draft(folder: Path, draft: Draft, *, dtype: DTypeLike = jnp.bfloat16, f
     with new_folder(folder, force=force) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, part / SINGLE_FILE, metadata={"format": "pt"})
+        # safetensors makes files that only their owner may read; a folder is for passing on.
+        (part / SINGLE_FILE).chmod((part / "config.json").stat().st_mode)
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

@@ -18,7 +18,6 @@ from eagle3_jax.generate import (
     LENGTH,
     RUNNING,
     STOP,
-    DecodeState,
     Structure,
     decode_round,
     empty_state,
