@@ -38,7 +38,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-test: lint
+test: lint target
 	$(BIN)/python -m pytest -m "not full"
 
 test-full: lint target

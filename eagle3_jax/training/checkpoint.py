@@ -20,6 +20,14 @@ from eagle3_jax.training.step import TrainState
 from eagle3_jax.vocab import DraftVocab, vocab_from_ids
 
 RUN_FILE = "run.json"
+_README = """A training run of eagle3_jax.
+
+- run.json: config, draft config, draft vocabulary
+- metrics.jsonl: one object per logged update, and held-out metrics
+- checkpoints/N: the state after N updates, optimiser included; needed to resume, not to decode
+
+The draft that engines load: `eagle3-jax export {folder} DST`.
+"""
 # A run may be resumed with other values of these; every other field decides what the numbers would have been.
 _FREE_FIELDS = ("output", "eval_every", "save_every", "log_every", "keep")
 
@@ -69,6 +77,8 @@ class RunFolder:
             "draft_vocab": np.asarray(vocab.d2t).tolist(),
         }
         replace_file(self.folder / RUN_FILE, lambda part: part.write_text(json.dumps(record) + "\n", encoding="utf-8"))
+        readme = self.folder / "README.md"
+        replace_file(readme, lambda part: part.write_text(_README.format(folder=self.folder), encoding="utf-8"))
 
     def read(self) -> tuple[dict[str, Any], DraftConfig, DraftVocab]:
         """The run's config (as JSON), draft config and draft vocabulary.
