@@ -16,7 +16,7 @@ from flax import struct
 
 from eagle3_jax.attention import Segment, attend, training_time_test_attend
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.layers import contract, rms_norm, rope_table, rotate, swiglu
+from eagle3_jax.layers import contract, project, rms_norm, rope_table, rotate, swiglu
 from eagle3_jax.params import ParamSpec
 from eagle3_jax.vocab import DraftVocab
 
@@ -142,16 +142,16 @@ def _projections(
     embeddings = embed_tokens(draft, tokens).astype(features.dtype)
     normed = rms_norm(features, params.feature_norm, eps)
     x = jnp.concatenate([rms_norm(embeddings, params.embed_norm, eps), normed], axis=-1)
-    q = rotate(contract("BTE,NHE->BTNH", x, params.q), table)
-    k = rotate(contract("BTE,KHE->BTKH", x, params.k), table).transpose(0, 2, 1, 3)
-    v = contract("BTE,KHE->BTKH", x, params.v).transpose(0, 2, 1, 3)
+    q = rotate(project(x, params.q), table)
+    k = rotate(project(x, params.k), table).transpose(0, 2, 1, 3)
+    v = project(x, params.v).transpose(0, 2, 1, 3)
     return (normed if draft.config.norm_before_residual else features), q, k, v
 
 
 def _output(draft: Draft, residual: jax.Array, attended: jax.Array) -> jax.Array:
     """From the attention's output [B, T, N, H] to the carry [B, T, D]."""
     params, eps = draft.params, draft.config.rms_norm_eps
-    x = residual + contract("BTNH,DNH->BTD", attended, params.o)
+    x = residual + project(attended, params.o)
     x = x + swiglu(rms_norm(x, params.post_norm, eps), params.gate, params.up, params.down)
     return rms_norm(x, params.norm, eps) if draft.config.norm_output else x
 

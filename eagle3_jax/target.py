@@ -16,7 +16,7 @@ from flax import struct
 from eagle3_jax.attention import Segment, attend
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.layers import contract, rms_norm, rope_table, rotate, swiglu
+from eagle3_jax.layers import contract, project, rms_norm, rope_table, rotate, swiglu
 from eagle3_jax.params import ParamSpec
 
 
@@ -136,11 +136,11 @@ def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 def _attention_block(
     layer: TargetLayer, x: jax.Array, table: tuple[jax.Array, jax.Array], segments: Sequence[Segment], mask: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q = rotate(_bias(contract("BTD,NHD->BTNH", x, layer.q), layer.q_bias), table)
-    k = rotate(_bias(contract("BTD,KHD->BTKH", x, layer.k), layer.k_bias), table).transpose(0, 2, 1, 3)
-    v = _bias(contract("BTD,KHD->BTKH", x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
+    q = rotate(_bias(project(x, layer.q), layer.q_bias), table)
+    k = rotate(_bias(project(x, layer.k), layer.k_bias), table).transpose(0, 2, 1, 3)
+    v = _bias(project(x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
     mixed = attend(q, [*segments, Segment(k, v, mask)])
-    return _bias(contract("BTNH,DNH->BTD", mixed, layer.o), layer.o_bias), k, v
+    return _bias(project(mixed, layer.o), layer.o_bias), k, v
 
 
 def _mlp_block(layer: TargetLayer, x: jax.Array) -> jax.Array:
