@@ -364,7 +364,7 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None) -> 
         params = params.replace(lm_head=head[vocab.d2t] if offsets.any() else head)
     embed = target.params.embed.astype(dtype)
     if own_embed:
-        spec = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), "embed_tokens.weight")
+        spec = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), "embed_tokens.weight", inputs=1)
         embed, _ = _load_tree(spec, files, dtype, folder, {})
         vocab_names.add(spec.name)
     _refuse_unread(files, read | vocab_names, folder, lambda name: False)

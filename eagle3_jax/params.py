@@ -28,7 +28,8 @@ class ParamSpec:
       name: the tensor's name in a safetensors file.
       init: "normal" (mean 0, standard deviation `scale`), "ones" or "zeros".
       scale: standard deviation of "normal".
-      inputs: how many trailing dimensions are the input of a linear map, which files hold as one; 0 for other tensors.
+      inputs: how many trailing dimensions are the input of a linear map (or an embedding's width). Files hold them as
+        one dimension, and the ones before as another; 0 for norms and biases, which files hold flat.
     """
 
     shape: tuple[int, ...]
@@ -41,10 +42,9 @@ class ParamSpec:
     @property
     def file_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the file."""
-        if not self.inputs:
-            return self.shape
         outputs = len(self.shape) - self.inputs
-        return (math.prod(self.shape[:outputs]), math.prod(self.shape[outputs:]))
+        flat = (math.prod(self.shape[:outputs]),)
+        return (*flat, math.prod(self.shape[outputs:])) if self.inputs else flat
 
 
 def is_spec(leaf: Any) -> bool:

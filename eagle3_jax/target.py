@@ -122,7 +122,7 @@ def target_specs(config: TargetConfig) -> TargetParams:
             down_bias=bias("mlp.down_proj", mlp, (d,), ("norm",)),
         )
 
-    embed: Any = ParamSpec((config.vocab_size, d), ("vocab", "embed"), "model.embed_tokens.weight")
+    embed: Any = ParamSpec((config.vocab_size, d), ("vocab", "embed"), "model.embed_tokens.weight", inputs=1)
     final: Any = ParamSpec((d,), ("norm",), "model.norm.weight", init="ones")
     head: Any = ParamSpec((config.vocab_size, d), ("vocab", "embed"), "lm_head.weight", inputs=1)
     layers = tuple(layer(index) for index in range(config.num_layers))

@@ -528,3 +528,13 @@ def test_draft_and_target_folders_given_the_wrong_way_round_are_told_apart(
         load_target(tmp_path / "draft")
     with pytest.raises(InputError, match="--target"):
         load_draft(tiny_folder, t0)
+
+
+def test_biases_load_from_a_folder(tmp_path):
+    model = tiny.hf_target(attention_bias=True, mlp_bias=True, num_hidden_layers=2)
+    model.save_pretrained(tmp_path / "biased")
+    loaded, wanted = load_target(tmp_path / "biased").params, tiny.from_hf(model).params
+    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert loaded.layers[0].q_bias is not None
+    assert loaded.layers[0].q_bias.shape == (4, 16)
