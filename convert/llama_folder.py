@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import struct
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
+from eagle3_jax.checkpoint import new_folder
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import InputError
+from eagle3_jax.params import is_spec
+from eagle3_jax.target import target_specs
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -66,28 +67,10 @@ class LlamaSource:
 
 def tensor_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape ([out, in]) of every tensor in the files of this model; a tied one has no `lm_head.weight`."""
-    width, ffn = config.hidden_size, config.intermediate_size
-    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projections = {
-        "self_attn.q_proj": (query, width),
-        "self_attn.k_proj": (key_value, width),
-        "self_attn.v_proj": (key_value, width),
-        "self_attn.o_proj": (width, query),
-        "mlp.gate_proj": (ffn, width),
-        "mlp.up_proj": (ffn, width),
-        "mlp.down_proj": (width, ffn),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, width)}
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}."
-        shapes[layer + "input_layernorm.weight"] = shapes[layer + "post_attention_layernorm.weight"] = (width,)
-        for name, shape in projections.items():
-            shapes[f"{layer}{name}.weight"] = shape
-            if config.attention_bias if name.startswith("self_attn") else config.mlp_bias:
-                shapes[f"{layer}{name}.bias"] = shape[:1]
-    shapes["model.norm.weight"] = (width,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, width)
+    specs = jax.tree.leaves(target_specs(config), is_leaf=is_spec)
+    shapes = {spec.name: spec.file_shape for spec in specs}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
     return shapes
 
 
@@ -200,27 +183,6 @@ def check_destination(destination: Path, source: Path, *, force: bool) -> None:
         )
 
 
-@contextmanager
-def placed_atomically(destination: Path, *, replace: bool) -> Iterator[Path]:
-    """A temporary folder beside `destination` that takes its place when the block ends without an error."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".part", dir=destination.parent))
-    new, old = work / "new", work / "old"
-    try:
-        new.mkdir()
-        yield new
-        if replace and destination.exists():
-            os.rename(destination, old)
-        try:
-            os.rename(new, destination)
-        except OSError:
-            if old.exists():
-                os.rename(old, destination)
-            raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 def write_folder(
     source: LlamaSource, destination: Path, dtype: str, *, replace: bool = False, limit: int = MAX_SHARD_BYTES
 ) -> None:
@@ -236,7 +198,7 @@ def write_folder(
       InputError: a tensor is damaged or does not fit into `dtype`, or the disk does not take the folder.
     """
     try:
-        with placed_atomically(destination, replace=replace) as folder:
+        with new_folder(destination, force=replace) as folder:
             write_json(folder / "config.json", source.config | {"torch_dtype": dtype})
             write_json(folder / "generation_config.json", source.generation_config)
             for name, content in source.files.items():

@@ -15,8 +15,9 @@ import math
 import mmap
 import os
 import shutil
-import uuid
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -402,6 +403,10 @@ def save_draft(folder: Path, draft: Draft, *, dtype: DTypeLike = jnp.bfloat16, f
     Raises:
       InputError: the folder exists and `force` is False; a weight is not finite.
     """
+    if folder.exists() and not force:
+        raise InputError(
+            expected=f"no folder at {folder} yet", found="one", remedy="Choose another place, or pass --force."
+        )
     specs = draft_specs(draft.config)
     tensors: dict[str, np.ndarray] = {}
     for spec, leaf in zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(draft.params), strict=True):
@@ -432,27 +437,26 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(part, path)
 
 
-class new_folder:
-    """Context manager for a folder that appears whole: written beside its place, renamed at the end."""
+@contextmanager
+def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
+    """A folder that appears whole: filled beside its place, which it takes when the block ends without an error.
 
-    def __init__(self, folder: Path, *, force: bool):
-        self.folder, self.force = folder, force
-
-    def __enter__(self) -> Path:
-        if self.folder.exists() and not self.force:
-            raise InputError(
-                expected=f"no folder at {self.folder} yet", found="one", remedy="Choose another place, or pass --force."
-            )
-        self.part = self.folder.with_name(f".{self.folder.name}.{uuid.uuid4().hex[:8]}.part")
-        self.part.mkdir(parents=True)
-        return self.part
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self.part)
-            return
-        old = self.folder.with_name(f"{self.part.name}.old")
-        if self.folder.exists():
-            os.replace(self.folder, old)
-        os.replace(self.part, self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+    Raises:
+      OSError: the system refuses; without `force` also when the folder has come to exist and is not empty.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+    new, old = work / "new", work / "old"
+    try:
+        new.mkdir()
+        yield new
+        if force and folder.exists():
+            os.rename(folder, old)
+        try:
+            os.rename(new, folder)
+        except OSError:
+            if old.exists():
+                os.rename(old, folder)
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -42,6 +42,10 @@ class RowSource(Protocol):
 
     def __getitem__(self, index: int, /) -> Row: ...
 
+    def text(self, index: int, /) -> Row:
+        """The row's `ROW_ARRAYS` alone, without reading its features."""
+        ...
+
 
 def check_tokens(packed: Packed, vocab_size: int) -> None:
     """Refuse rows whose tokens are not the target's.
@@ -177,6 +181,8 @@ class Rows:
     def __getitem__(self, index: int) -> Row:
         return {name: array[index] for name, array in self._arrays.items()}
 
+    text = __getitem__
+
 
 class FeatureRows:
     """Rows of a features folder: dictionaries of `tokens`, `spans`, `documents`, `positions`, `argmax` [T] and
@@ -227,9 +233,12 @@ class FeatureRows:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < self._count:
             raise IndexError(index)
-        row = {name: array[index] for name, array in self._rows.items()}
         shard = self._shards[index // SHARD_ROWS]
-        return row | {name: shard.row(name, index % SHARD_ROWS) for name in ("taps", "hidden", "argmax")}
+        return self.text(index) | {name: shard.row(name, index % SHARD_ROWS) for name in ("taps", "hidden", "argmax")}
+
+    def text(self, index: int) -> Row:
+        """The row without its features."""
+        return {name: array[index] for name, array in self._rows.items()}
 
 
 class Joined:
@@ -242,11 +251,25 @@ class Joined:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Row:
+    def _find(self, index: int) -> tuple[RowSource, int]:
         part = int(np.searchsorted(self._ends, index, side="right"))
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self._parts[part][index - (int(self._ends[part - 1]) if part else 0)]
+        return self._parts[part], index - (int(self._ends[part - 1]) if part else 0)
+
+    def __getitem__(self, index: int) -> Row:
+        part, inside = self._find(index)
+        return part[inside]
+
+    def text(self, index: int) -> Row:
+        """The row without its features."""
+        part, inside = self._find(index)
+        return part.text(inside)
+
+
+def stack_rows(rows: Sequence[Row]) -> Row:
+    """Rows of [T, ...] arrays to one of [B, T, ...] arrays."""
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def tap_scales(taps: np.ndarray, documents: np.ndarray, count: int) -> np.ndarray:

@@ -38,6 +38,7 @@ from eagle3_jax.training.features import (
     RowSource,
     check_tokens,
     features_in_loop,
+    stack_rows,
     tap_scales,
 )
 from eagle3_jax.training.loss import Batch, StepSums
@@ -98,7 +99,7 @@ def choose_vocab(rows: RowSource, size: int, vocab_size: int, always: tuple[int,
     """The most frequent supervised tokens, and the share of supervised tokens that they cover."""
     counts = np.zeros(vocab_size, np.int64)
     for index in range(len(rows)):
-        row = rows[index]
+        row = rows.text(index)
         counts += np.bincount(row["tokens"][row["spans"] > 0], minlength=vocab_size)
     ids = most_frequent(counts, size, always)
     return vocab_from_ids(ids, vocab_size), float(counts[ids].sum() / max(1, counts.sum()))
@@ -234,7 +235,7 @@ def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
         run.start(config, draft_config, vocab)
     online = not config.features
     sample = [rows[int(index)] for index in train_order[:SCALE_ROWS]]
-    stacked = {name: np.stack([row[name] for row in sample]) for name in sample[0]}
+    stacked = stack_rows(sample)
     if online:
         arrays = {name: jnp.asarray(array) for name, array in stacked.items()}
         stacked = {name: np.asarray(array) for name, array in features_in_loop(target, taps, arrays).items()}
@@ -259,7 +260,7 @@ def evaluate(setup: _Setup, draft: Draft, steps: int, batch_rows: int, eval_step
         rows = [setup.rows[int(index)] for index in setup.held_out[start : start + batch_rows]]
         # A short last batch is filled up with rows that nothing counts in, so that one program serves all.
         rows += [rows[0] | {"spans": np.zeros_like(rows[0]["spans"])}] * (batch_rows - len(rows))
-        batch = _batch(setup, {name: np.stack([row[name] for row in rows]) for name in rows[0]})
+        batch = _batch(setup, stack_rows(rows))
         sums = eval_step(draft, batch, setup.teacher, steps=steps)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     return {} if total is None else _sums_to_metrics(total)
@@ -324,8 +325,7 @@ def train(config: TrainConfig) -> Result:
             rows = [cast(Row, source[update * per_update + index]) for index in range(per_update)]
             micro = []
             for start in range(0, per_update, config.batch_rows):
-                part = rows[start : start + config.batch_rows]
-                micro.append(_batch(setup, {name: np.stack([row[name] for row in part]) for name in part[0]}))
+                micro.append(_batch(setup, stack_rows(rows[start : start + config.batch_rows])))
             batches = jax.tree.map(lambda *arrays: jnp.stack(arrays), *micro)
             state, sums, norms = step(state, batches, model, setup.teacher, steps=steps)
             tokens_done += per_update * config.row_length

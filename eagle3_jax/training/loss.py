@@ -107,9 +107,9 @@ def find_slots(spans: jax.Array, argmax: jax.Array, t2d: jax.Array, steps: int) 
     return Slots(assistant=jnp.stack(assistant), trained=jnp.stack(trained))
 
 
-def _chunks(tokens: int) -> int:
-    """Number of chunks of the head; the chunk length divides the number of tokens."""
-    count = max(1, tokens // HEAD_CHUNK)
+def chunk_count(tokens: int, size: int) -> int:
+    """Number of equal chunks, of at most about `size` tokens, that the tokens divide into."""
+    count = max(1, tokens // size)
     while tokens % count:
         count += 1
     return count
@@ -166,7 +166,7 @@ def soft_cross_entropy(
       Gradients flow from the first only.
     """
     steps, tokens, _ = hidden.shape
-    count = _chunks(tokens)
+    count = chunk_count(tokens, HEAD_CHUNK)
     length = tokens // count
 
     def body(total: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -188,7 +188,7 @@ def _unchunk(values: jax.Array) -> jax.Array:
 
 def _forward(hidden, head, label_hidden, label_head, weights):
     steps, tokens, _ = hidden.shape
-    count = _chunks(tokens)
+    count = chunk_count(tokens, HEAD_CHUNK)
     length = tokens // count
 
     def body(carry, index):

@@ -15,7 +15,15 @@ from jax.typing import DTypeLike
 from eagle3_jax.draft import Draft, DraftParams
 from eagle3_jax.sampling import most_likely
 from eagle3_jax.target import Target, target_forward
-from eagle3_jax.training.loss import Batch, Slots, StepSums, document_mask, find_slots, training_time_test_loss
+from eagle3_jax.training.loss import (
+    Batch,
+    Slots,
+    StepSums,
+    chunk_count,
+    document_mask,
+    find_slots,
+    training_time_test_loss,
+)
 
 ARGMAX_CHUNK = 512  # tokens whose logits over the whole vocabulary exist at one time
 
@@ -76,9 +84,7 @@ def target_features(
     out = target_forward(target, tokens, positions, document_mask(documents), taps=taps)
     rows, length, width = out.hidden.shape
     total = rows * length
-    chunks = max(1, total // ARGMAX_CHUNK)
-    while total % chunks:
-        chunks += 1
+    chunks = chunk_count(total, ARGMAX_CHUNK)
     parts = out.hidden.reshape(chunks, total // chunks, width)
 
     def argmax(part: jax.Array) -> jax.Array:
