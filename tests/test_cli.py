@@ -20,18 +20,13 @@ from tests import tiny, tiny_tokenizers
 
 pytestmark = pytest.mark.smoke
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target with a tokenizer, and a draft for it."""
     target = tmp_path_factory.mktemp("models") / "target"
     tiny.hf_target(num_hidden_layers=2, max_position_embeddings=128).save_pretrained(target)
-    tiny_tokenizers.chatml(TEMPLATE, size=300).save_pretrained(target)
+    tiny_tokenizers.chatml(tiny_tokenizers.SHORT_TEMPLATE, size=300).save_pretrained(target)
     draft = target.parent / "draft"
     save_draft(draft, tiny.draft(load_target(target), taps=(0, 1, 2)))
     return target, draft

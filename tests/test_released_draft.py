@@ -28,7 +28,8 @@ PROMPTS = (
 @pytest.mark.smollm2
 @pytest.mark.skipif(not TARGET.exists(), reason="`make target` brings the model")
 def test_the_shipped_draft_changes_nothing_and_is_accepted():
-    tokenizer, eos = load_tokenizer(TARGET), eos_ids(TARGET, load_tokenizer(TARGET))
+    tokenizer = load_tokenizer(TARGET)
+    eos = eos_ids(TARGET, tokenizer)
     target = load_target(TARGET)
     draft = load_draft(DRAFT, target)
     requests = [

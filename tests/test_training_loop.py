@@ -35,10 +35,6 @@ from eagle3_jax.training.packing import assistant_slots
 from eagle3_jax.training.step import TrainState
 from tests import tiny, tiny_tokenizers
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 TAPS = (0, 1, 2)
 UPDATES, BATCH = 20, 2
 TRAINED_ROWS = 20  # 10 updates are an epoch
@@ -81,7 +77,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a target of two layers with its tokenizer."""
     folder = tmp_path_factory.mktemp("target")
     tiny.hf_target(num_hidden_layers=2).save_pretrained(folder)
-    tokenizer = tiny_tokenizers.chatml(TEMPLATE, size=300)
+    tokenizer = tiny_tokenizers.chatml(tiny_tokenizers.SHORT_TEMPLATE, size=300)
     assert len(tokenizer) <= tiny.T0["vocab_size"]
     tokenizer.save_pretrained(folder)
     return folder

@@ -22,6 +22,12 @@ CORPUS = (
     "Be kind. Hello, how are you? I am fine, thank you. héllo wörld — 日本語 🙂",
 )
 
+# Without a default system prompt, so that a conversation fits into few tokens.
+SHORT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 
 def _byte_level(special: list[str], size: int = 400) -> Tokenizer:
     backend = Tokenizer(models.BPE())
