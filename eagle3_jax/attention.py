@@ -24,7 +24,7 @@ class Segment:
     """Keys and values with the mask that says which query may read which of them.
 
     Attributes:
-      keys: [B, K, S, H], already rotated.
+      keys: [B, K, H, S], already rotated.
       values: [B, K, S, H].
       mask: [B, T, S] bool, True where the query may attend.
     """
@@ -61,17 +61,18 @@ def attend(queries: jax.Array, segments: Sequence[Segment]) -> jax.Array:
         q = _grouped(queries, segments[0].keys.shape[1])
         scores = []
         for segment in segments:
-            score = contract("BKGTH,BKSH->BKGTS", q, segment.keys, True)
+            # In the cache's precision, which may be above the queries'.
+            score = contract("BKGTH,BKHS->BKGTS", q.astype(segment.keys.dtype), segment.keys, True)
             scores.append(jnp.where(segment.mask[:, None, None], score, MASKED))
-        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
+        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
         out, start = None, 0
         for segment in segments:
-            part = weights[..., start : start + segment.keys.shape[2]]
-            start += segment.keys.shape[2]
-            mixed = contract("BKGTS,BKSH->BKGTH", part, segment.values)
+            part = weights[..., start : start + segment.keys.shape[3]].astype(segment.values.dtype)
+            start += segment.keys.shape[3]
+            mixed = contract("BKGTS,BKSH->BKGTH", part, segment.values, True)
             out = mixed if out is None else out + mixed
         assert out is not None
-        return _ungrouped(out)
+        return _ungrouped(out.astype(queries.dtype))
 
 
 def training_time_test_attend(
@@ -89,7 +90,7 @@ def training_time_test_attend(
     Args:
       queries: [B, T, N, H] at positions i + s.
       causal: step-0 keys, values and mask [B, T, T].
-      own: for each step 1..s, keys and values [B, K, T, H] made at that step.
+      own: for each step 1..s, keys [B, K, H, T] and values [B, K, T, H] made at that step.
 
     Returns:
       [B, T, N, H].
@@ -98,12 +99,12 @@ def training_time_test_attend(
         return attend(queries, [causal])
     with jax.named_scope("training_time_test_attention"):
         q = _grouped(queries, causal.keys.shape[1])
-        scores = contract("BKGTH,BKSH->BKGTS", q, causal.keys, True)
+        scores = contract("BKGTH,BKHS->BKGTS", q, causal.keys, True)
         scores = jnp.where(causal.mask[:, None, None], scores, MASKED)
-        diagonal = [contract("BKGTH,BKTH->BKGT", q, keys, True) for keys, _ in own]
+        diagonal = [contract("BKGTH,BKHT->BKGT", q, keys, True) for keys, _ in own]
         scores = jnp.concatenate([scores, jnp.stack(diagonal, axis=-1)], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1).astype(queries.dtype)
-        length = causal.keys.shape[2]
+        length = causal.keys.shape[3]
         out = contract("BKGTS,BKSH->BKGTH", weights[..., :length], causal.values)
         for index, (_, values) in enumerate(own):
             out = out + weights[..., length + index, None] * values[:, :, None]

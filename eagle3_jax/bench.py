@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_jax.checkpoint import replace_file
+from eagle3_jax.costs import Costs, measure_costs
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Answer, Request, cache_length_for, decode, prefill_buckets
 from eagle3_jax.errors import InputError
@@ -126,9 +127,17 @@ def _transformers(folder: Path, eos: Sequence[int]) -> Runner:
 
 
 def record(
-    task: str, method: Method, temperature: float, answers: Sequence[Answer], plain: Sequence[Answer]
+    task: str,
+    method: Method,
+    temperature: float,
+    answers: Sequence[Answer],
+    plain: Sequence[Answer],
+    costs: Costs | None = None,
 ) -> dict[str, Any]:
-    """One entry of results.json: a method on a task, compared with plain decoding of the same prompts."""
+    """One entry of results.json: a method on a task, compared with plain decoding of the same prompts.
+
+    With the costs of a round's parts, `modelled_speedup` is what this tau would bring if a round cost nothing else.
+    """
     tokens = [len(answer.token_ids) for answer in answers]
     passes = [answer.verification_passes for answer in answers]
     decoding = [answer.seconds - answer.first_token_seconds for answer in answers]
@@ -145,6 +154,7 @@ def record(
             )
             forks.append({"prompt": index, "token": place})
     accepted = [count for answer in answers for count in answer.accepted]
+    mean = tau(tokens, passes)
     return {
         "method": method.name,
         "draft": method.draft_name,
@@ -155,15 +165,32 @@ def record(
         "prompts": len(answers),
         "new_tokens": sum(tokens),
         "verification_passes": sum(passes),
-        "tau": tau(tokens, passes),
+        "tau": mean,
         "n_alpha": conditional_n_alpha(accepted, method.draft_length),
         "tokens_per_second": speed,
         "end_to_end_seconds": sum(answer.seconds for answer in answers),
         "time_to_first_token": ratio(sum(answer.first_token_seconds for answer in answers), len(answers)),
         "speedup": ratio(speed or 0.0, plain_speed or 0.0),
+        "modelled_speedup": costs.speedup(mean, method.draft_length) if costs and mean else None,
         "identical_to_plain": ratio(len(answers) - len(forks), len(answers)) if temperature == 0 else None,
         "forks": forks if temperature == 0 else [],
     }
+
+
+def _costs(
+    target: Target, methods: Sequence[Method], prompts: Sequence[tuple[int, ...]], max_new_tokens: int
+) -> dict[str | None, Costs]:
+    """The costs of a round's parts by draft name, greedy, over a cache as long as the median prompt needs."""
+    requests = [Request(tokens, max_new_tokens=max_new_tokens) for tokens in prompts]
+    lengths = sorted(cache_length_for([request], target.config, 0) for request in requests)
+    costs: dict[str | None, Costs] = {}
+    for method in methods:
+        if method.draft is not None and method.draft_name not in costs and lengths:
+            blocks = {other.draft_length + 1 for other in methods if other.draft_name == method.draft_name}
+            costs[method.draft_name] = measure_costs(
+                target, method.draft, sorted(blocks), cache_length=lengths[len(lengths) // 2]
+            )
+    return costs
 
 
 def run_bench(
@@ -194,6 +221,7 @@ def run_bench(
         method.label: _transformers(target_folder, eos) if method.name == "hf" else _ours(target, method, eos)
         for method in methods
     }
+    costs = _costs(target, methods, [tokens for prompts in tasks.values() for tokens in prompts], max_new_tokens)
     records: list[dict[str, Any]] = []
     for temperature in temperatures:
         for task, prompts in tasks.items():
@@ -205,7 +233,13 @@ def run_bench(
                 print(f"\r{task} T={temperature:g}: {index + 1}/{len(prompts)}", end="", file=sys.stderr, flush=True)
             print(file=sys.stderr)
             plain = answers[methods[0].label]
-            records += [record(task, method, temperature, answers[method.label], plain) for method in methods]
+            records += [
+                record(
+                    task, method, temperature, answers[method.label], plain,
+                    costs.get(method.draft_name) if temperature == 0 else None,
+                )
+                for method in methods
+            ]  # fmt: skip
             text = json.dumps(records, indent=1)
             replace_file(out / "results.json", lambda part, text=text: part.write_text(text + "\n", encoding="utf-8"))
             report = render(records)
@@ -227,9 +261,9 @@ def render(records: Sequence[dict[str, Any]]) -> str:
         parts.append(
             "| method | "
             + " | ".join(f"{task} speedup | tau" for task in tasks)
-            + " | mean speedup | mean tau | tok/s | identical |"
+            + " | mean speedup | of its parts | mean tau | tok/s | identical |"
         )
-        parts.append("|---" * (2 * len(tasks) + 5) + "|")
+        parts.append("|---" * (2 * len(tasks) + 6) + "|")
         for label, by_task in rows.items():
             cells, speedups, taus = [], [], []
             for task in tasks:
@@ -241,9 +275,17 @@ def render(records: Sequence[dict[str, Any]]) -> str:
             same = [entry["identical_to_plain"] for entry in by_task.values()]
             shared = "-" if None in same else f"{sum(same) / len(same):.1%}"
             mean = lambda values: sum(values) / len(values)
-            cells += [f"{mean(speedups):.2f}x", f"{mean(taus):.2f}", f"{mean(rates):.1f}", shared]
+            modelled = [entry["modelled_speedup"] for entry in by_task.values() if entry["modelled_speedup"]]
+            cells += [
+                f"{mean(speedups):.2f}x", f"{mean(modelled):.2f}x" if modelled else "-", f"{mean(taus):.2f}",
+                f"{mean(rates):.1f}", shared,
+            ]  # fmt: skip
             note = " (slower)" if mean(speedups) < 1 and label != "plain" else ""
             parts.append(f"| {label}{note} | " + " | ".join(cells) + " |")
+        if any(entry["modelled_speedup"] for entry in chosen):
+            parts.append(
+                "\nOf its parts: tau / (verification + K draft steps + catching up), in plain steps, each timed alone."
+            )
         alphas = [(label, entry) for label, by_task in rows.items() for entry in by_task.values() if entry["n_alpha"]]
         if alphas:
             parts.append("\nn-alpha (acceptance of draft n+1, given that the n before it were accepted):\n")

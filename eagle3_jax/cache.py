@@ -24,7 +24,7 @@ class KVCache:
     """Rotated keys and values of the committed tokens.
 
     Attributes:
-      keys: per layer, [B, K, S, H].
+      keys: per layer, [B, K, H, S]: a product with queries reads them along S, several times faster on a CPU.
       values: per layer, [B, K, S, H].
       lengths: [B] int32, committed rows; row i of a sequence holds position i.
     """
@@ -36,17 +36,19 @@ class KVCache:
     @property
     def max_length(self) -> int:
         """S, the rows that fit."""
-        return self.keys[0].shape[2]
+        return self.keys[0].shape[3]
 
 
 def empty_cache(
     layers: int, batch: int, num_kv_heads: int, length: int, head_dim: int, dtype: DTypeLike = jnp.float32
 ) -> KVCache:
-    """A cache of zeros with no committed rows."""
-    shape = (batch, num_kv_heads, length, head_dim)
+    """A cache of zeros with no committed rows, in `dtype`, or in fp32 on a CPU."""
+    if jax.default_backend() == "cpu":
+        # Scatters into a narrower cache are widened there, the whole cache to and fro at every write.
+        dtype = jnp.float32
     return KVCache(
-        keys=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-        values=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
+        keys=tuple(jnp.zeros((batch, num_kv_heads, head_dim, length), dtype) for _ in range(layers)),
+        values=tuple(jnp.zeros((batch, num_kv_heads, length, head_dim), dtype) for _ in range(layers)),
         lengths=jnp.zeros((batch,), jnp.int32),
     )
 
@@ -62,7 +64,7 @@ def commit(
 
     Args:
       cache: to be extended; donate it, so that the write happens in place.
-      keys: per layer, [B, K, T, H], of the block's tokens.
+      keys: per layer, [B, K, H, T], of the block's tokens.
       values: per layer, [B, K, T, H].
       path: [B, P] int32, which of the block's rows to keep, in order.
       count: [B] int32, how many of the path's rows count; the rest is not written.
@@ -76,13 +78,17 @@ def commit(
     target = jnp.where(offsets < count[:, None], cache.lengths[:, None] + offsets, cache.max_length)
     row = jnp.arange(batch)[:, None]
 
-    def write(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        kept = jnp.take_along_axis(new, path[:, None, :, None], axis=2)
+    def write_keys(buffer: jax.Array, new: jax.Array) -> jax.Array:
+        kept = jnp.take_along_axis(new, path[:, None, None, :], axis=3).astype(buffer.dtype)
+        return buffer.at[row, :, :, target].set(kept.transpose(0, 3, 1, 2), mode="drop")
+
+    def write_values(buffer: jax.Array, new: jax.Array) -> jax.Array:
+        kept = jnp.take_along_axis(new, path[:, None, :, None], axis=2).astype(buffer.dtype)
         return buffer.at[row, :, target].set(kept.transpose(0, 2, 1, 3), mode="drop")
 
     return KVCache(
-        keys=tuple(write(buffer, new) for buffer, new in zip(cache.keys, keys, strict=True)),
-        values=tuple(write(buffer, new) for buffer, new in zip(cache.values, values, strict=True)),
+        keys=tuple(write_keys(buffer, new) for buffer, new in zip(cache.keys, keys, strict=True)),
+        values=tuple(write_values(buffer, new) for buffer, new in zip(cache.values, values, strict=True)),
         lengths=cache.lengths + count,
     )
 

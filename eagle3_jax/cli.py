@@ -133,6 +133,11 @@ def build_parser() -> argparse.ArgumentParser:
     regenerate.add_argument(
         "--exclude", action="append", default=[], metavar="FILE", help="leave out ids found in FILE"
     )
+    regenerate.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        help="leave out longer prompts, which leave little room in a row",
+    )
     regenerate.add_argument("--force", action="store_true", help="start over, replacing the output")
     _sampling(regenerate)
     _dtype(regenerate)

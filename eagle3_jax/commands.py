@@ -95,6 +95,7 @@ def _record(answer: Answer, text: str, args: argparse.Namespace) -> dict[str, ob
         "verification_passes": answer.verification_passes,
         "tau": tau([len(answer.token_ids)], [answer.verification_passes]),
         "seconds": round(answer.seconds, 4),
+        "first_token_seconds": round(answer.first_token_seconds, 4),
     }
     if args.logprobs:
         record["logprobs"] = list(answer.logprobs)

@@ -16,7 +16,7 @@ from flax import struct
 
 from eagle3_jax.attention import Segment, attend, training_time_test_attend
 from eagle3_jax.config import DraftConfig
-from eagle3_jax.layers import contract, project, rms_norm, rope_table, rotate, swiglu
+from eagle3_jax.layers import linear, rms_norm, rope_table, rotate, swiglu
 from eagle3_jax.params import ParamSpec
 from eagle3_jax.vocab import DraftVocab
 
@@ -76,7 +76,8 @@ class DraftOutput:
 
     Attributes:
       carry: [B, T, D], fed back as the feature of the next step (before the final norm unless `norm_output`).
-      keys, values: [B, K, T, H] of the new slots, rotated.
+      keys: [B, K, H, T] of the new slots, rotated.
+      values: [B, K, T, H].
     """
 
     carry: jax.Array
@@ -93,7 +94,7 @@ def draft_specs(config: DraftConfig) -> DraftParams:
     taps = len(config.taps)
 
     # The abstract tree has a ParamSpec where the real one has an array; Any says so to the type checker.
-    def linear(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
+    def matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
         inputs = 2 if name == "midlayer.self_attn.o_proj" else 1  # o_proj reads (N, H)
         return ParamSpec(shape, axes, f"{name}.weight", inputs=inputs)
 
@@ -101,20 +102,20 @@ def draft_specs(config: DraftConfig) -> DraftParams:
         return ParamSpec((width,), ("norm",), f"{name}.weight", init="ones")
 
     return DraftParams(
-        fc=linear("fc", (d, taps * dt), ("embed", "features")),
+        fc=matrix("fc", (d, taps * dt), ("embed", "features")),
         fc_norm=tuple(norm(f"fc_norm.{index}", dt) for index in range(taps)) if config.fc_norm else None,
         embed_norm=norm("midlayer.input_layernorm"),
         feature_norm=norm("midlayer.hidden_norm"),
-        q=linear("midlayer.self_attn.q_proj", (n, h, 2 * d), ("heads", "head_dim", "embed")),
-        k=linear("midlayer.self_attn.k_proj", (k, h, 2 * d), ("kv_heads", "head_dim", "embed")),
-        v=linear("midlayer.self_attn.v_proj", (k, h, 2 * d), ("kv_heads", "head_dim", "embed")),
-        o=linear("midlayer.self_attn.o_proj", (d, n, h), ("embed", "heads", "head_dim")),
+        q=matrix("midlayer.self_attn.q_proj", (n, h, 2 * d), ("heads", "head_dim", "embed")),
+        k=matrix("midlayer.self_attn.k_proj", (k, h, 2 * d), ("kv_heads", "head_dim", "embed")),
+        v=matrix("midlayer.self_attn.v_proj", (k, h, 2 * d), ("kv_heads", "head_dim", "embed")),
+        o=matrix("midlayer.self_attn.o_proj", (d, n, h), ("embed", "heads", "head_dim")),
         post_norm=norm("midlayer.post_attention_layernorm"),
-        gate=linear("midlayer.mlp.gate_proj", (f, d), ("mlp", "embed")),
-        up=linear("midlayer.mlp.up_proj", (f, d), ("mlp", "embed")),
-        down=linear("midlayer.mlp.down_proj", (d, f), ("embed", "mlp")),
+        gate=matrix("midlayer.mlp.gate_proj", (f, d), ("mlp", "embed")),
+        up=matrix("midlayer.mlp.up_proj", (f, d), ("mlp", "embed")),
+        down=matrix("midlayer.mlp.down_proj", (d, f), ("embed", "mlp")),
         norm=norm("norm"),
-        lm_head=linear("lm_head", (config.draft_vocab_size, d), ("vocab", "embed")),
+        lm_head=matrix("lm_head", (config.draft_vocab_size, d), ("vocab", "embed")),
     )
 
 
@@ -126,7 +127,7 @@ def fuse(draft: Draft, taps: jax.Array) -> jax.Array:
             parts = jnp.split(taps, len(config.taps), axis=-1)
             parts = [rms_norm(part, weight, config.rms_norm_eps) for part, weight in zip(parts, params.fc_norm)]
             taps = jnp.concatenate(parts, axis=-1)
-        return contract("BTA,DA->BTD", taps, params.fc)
+        return linear(taps, params.fc)
 
 
 def embed_tokens(draft: Draft, tokens: jax.Array) -> jax.Array:
@@ -137,21 +138,21 @@ def embed_tokens(draft: Draft, tokens: jax.Array) -> jax.Array:
 def _projections(
     draft: Draft, features: jax.Array, tokens: jax.Array, table: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Residual stream [B, T, D], rotated queries [B, T, N, H], rotated keys and values [B, K, T, H]."""
+    """Residual stream [B, T, D], rotated queries [B, T, N, H], rotated keys [B, K, H, T], values [B, K, T, H]."""
     params, eps = draft.params, draft.config.rms_norm_eps
     embeddings = embed_tokens(draft, tokens).astype(features.dtype)
     normed = rms_norm(features, params.feature_norm, eps)
     x = jnp.concatenate([rms_norm(embeddings, params.embed_norm, eps), normed], axis=-1)
-    q = rotate(project(x, params.q), table)
-    k = rotate(project(x, params.k), table).transpose(0, 2, 1, 3)
-    v = project(x, params.v).transpose(0, 2, 1, 3)
+    q = rotate(linear(x, params.q), table)
+    k = rotate(linear(x, params.k), table).transpose(0, 2, 3, 1)
+    v = linear(x, params.v).transpose(0, 2, 1, 3)
     return (normed if draft.config.norm_before_residual else features), q, k, v
 
 
 def _output(draft: Draft, residual: jax.Array, attended: jax.Array) -> jax.Array:
     """From the attention's output [B, T, N, H] to the carry [B, T, D]."""
     params, eps = draft.params, draft.config.rms_norm_eps
-    x = residual + project(attended, params.o)
+    x = residual + linear(attended, params.o)
     x = x + swiglu(rms_norm(x, params.post_norm, eps), params.gate, params.up, params.down)
     return rms_norm(x, params.norm, eps) if draft.config.norm_output else x
 
@@ -226,8 +227,6 @@ def draft_hidden(draft: Draft, carry: jax.Array) -> jax.Array:
 
 
 def draft_logits(draft: Draft, carry: jax.Array) -> jax.Array:
-    """Logits over the draft vocabulary in fp32: [..., D] -> [..., C]."""
+    """Logits over the draft vocabulary in fp32: [B, T, D] -> [B, T, C]."""
     with jax.named_scope("draft_head"):
-        hidden = draft_hidden(draft, carry)
-        head = draft.params.lm_head.astype(hidden.dtype)
-        return jnp.einsum("...D,CD->...C", hidden, head, preferred_element_type=jnp.float32)
+        return linear(draft_hidden(draft, carry), draft.params.lm_head, wide=True)

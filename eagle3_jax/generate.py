@@ -77,6 +77,7 @@ class DecodeState:
     accepted: jax.Array
 
 
+@partial(jax.jit, static_argnames=("batch", "cache_length", "structure"))
 def empty_state(
     target: Target, draft: Draft | None, *, batch: int, cache_length: int, structure: Structure
 ) -> DecodeState:

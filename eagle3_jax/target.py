@@ -16,7 +16,7 @@ from flax import struct
 from eagle3_jax.attention import Segment, attend
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import TargetConfig
-from eagle3_jax.layers import contract, project, rms_norm, rope_table, rotate, swiglu
+from eagle3_jax.layers import linear, rms_norm, rope_table, rotate, swiglu
 from eagle3_jax.params import ParamSpec
 
 
@@ -74,7 +74,7 @@ class TargetOutput:
     Attributes:
       hidden: [B, T, D], after the final norm.
       taps: [B, T, A*D], the states at the tapped boundaries, low to high, without any norm.
-      keys: per layer, [B, K, T, H], rotated.
+      keys: per layer, [B, K, H, T], rotated.
       values: per layer, [B, K, T, H].
     """
 
@@ -92,7 +92,7 @@ def target_specs(config: TargetConfig) -> TargetParams:
 
     def layer(index: int) -> TargetLayer:
         # The abstract tree has a ParamSpec where the real one has an array; Any says so to the type checker.
-        def linear(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
+        def matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
             inputs = 2 if name == "self_attn.o_proj" else 1  # o_proj reads (N, H)
             return ParamSpec(shape, axes, f"model.layers.{index}.{name}.weight", inputs=inputs)
 
@@ -105,14 +105,14 @@ def target_specs(config: TargetConfig) -> TargetParams:
         attn, mlp = config.attention_bias, config.mlp_bias
         return TargetLayer(
             input_norm=norm("input_layernorm"),
-            q=linear("self_attn.q_proj", (n, h, d), ("heads", "head_dim", "embed")),
-            k=linear("self_attn.k_proj", (k, h, d), ("kv_heads", "head_dim", "embed")),
-            v=linear("self_attn.v_proj", (k, h, d), ("kv_heads", "head_dim", "embed")),
-            o=linear("self_attn.o_proj", (d, n, h), ("embed", "heads", "head_dim")),
+            q=matrix("self_attn.q_proj", (n, h, d), ("heads", "head_dim", "embed")),
+            k=matrix("self_attn.k_proj", (k, h, d), ("kv_heads", "head_dim", "embed")),
+            v=matrix("self_attn.v_proj", (k, h, d), ("kv_heads", "head_dim", "embed")),
+            o=matrix("self_attn.o_proj", (d, n, h), ("embed", "heads", "head_dim")),
             post_norm=norm("post_attention_layernorm"),
-            gate=linear("mlp.gate_proj", (f, d), ("mlp", "embed")),
-            up=linear("mlp.up_proj", (f, d), ("mlp", "embed")),
-            down=linear("mlp.down_proj", (d, f), ("embed", "mlp")),
+            gate=matrix("mlp.gate_proj", (f, d), ("mlp", "embed")),
+            up=matrix("mlp.up_proj", (f, d), ("mlp", "embed")),
+            down=matrix("mlp.down_proj", (d, f), ("embed", "mlp")),
             q_bias=bias("self_attn.q_proj", attn, (n, h), ("heads", "head_dim")),
             k_bias=bias("self_attn.k_proj", attn, (k, h), ("kv_heads", "head_dim")),
             v_bias=bias("self_attn.v_proj", attn, (k, h), ("kv_heads", "head_dim")),
@@ -136,19 +136,19 @@ def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 def _attention_block(
     layer: TargetLayer, x: jax.Array, table: tuple[jax.Array, jax.Array], segments: Sequence[Segment], mask: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q = rotate(_bias(project(x, layer.q), layer.q_bias), table)
-    k = rotate(_bias(project(x, layer.k), layer.k_bias), table).transpose(0, 2, 1, 3)
-    v = _bias(project(x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
+    q = rotate(_bias(linear(x, layer.q), layer.q_bias), table)
+    k = rotate(_bias(linear(x, layer.k), layer.k_bias), table).transpose(0, 2, 3, 1)
+    v = _bias(linear(x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
     mixed = attend(q, [*segments, Segment(k, v, mask)])
-    return _bias(project(mixed, layer.o), layer.o_bias), k, v
+    return _bias(linear(mixed, layer.o), layer.o_bias), k, v
 
 
 def _mlp_block(layer: TargetLayer, x: jax.Array) -> jax.Array:
     if layer.gate_bias is None:
         return swiglu(x, layer.gate, layer.up, layer.down)
-    gate = _bias(contract("BTD,FD->BTF", x, layer.gate), layer.gate_bias)
-    up = _bias(contract("BTD,FD->BTF", x, layer.up), layer.up_bias)
-    return _bias(contract("BTF,DF->BTD", jax.nn.silu(gate) * up, layer.down), layer.down_bias)
+    gate = _bias(linear(x, layer.gate), layer.gate_bias)
+    up = _bias(linear(x, layer.up), layer.up_bias)
+    return _bias(linear(jax.nn.silu(gate) * up, layer.down), layer.down_bias)
 
 
 def target_forward(
@@ -205,6 +205,6 @@ def target_forward(
 
 
 def target_logits(target: Target, hidden: jax.Array) -> jax.Array:
-    """Logits over the vocabulary in fp32: [..., D] (after the final norm) -> [..., V]."""
+    """Logits over the vocabulary in fp32: [B, T, D] (after the final norm) -> [B, T, V]."""
     with jax.named_scope("lm_head"):
-        return jnp.einsum("...D,VD->...V", hidden, target.params.lm_head, preferred_element_type=jnp.float32)
+        return linear(hidden, target.params.lm_head, wide=True)

@@ -107,11 +107,6 @@ def vocab_from_offsets(
     return vocab
 
 
-def full_vocab(vocab_size: int) -> DraftVocab:
-    """The identity map, for a draft whose head covers the whole vocabulary."""
-    return vocab_from_ids(np.arange(vocab_size), vocab_size)
-
-
 def vocab_offsets(vocab: DraftVocab) -> np.ndarray:
     """[C] int64 offsets, the form that files hold."""
     ids = np.asarray(vocab.d2t, np.int64)

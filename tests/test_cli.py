@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,7 @@ def test_generate_answers_the_same_with_a_draft_and_without(folders, capsys, tmp
         assert record["tau"] == 1.0
         assert record["verification_passes"] == 11
         assert record["prompt_tokens"] > 0
-        assert record["seconds"] > 0
+        assert record["seconds"] > record["first_token_seconds"] > 0
         assert len(second[index]["logprobs"]) == 12
         assert max(second[index]["logprobs"]) <= 0
 
@@ -277,6 +279,9 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
     assert answers.read_bytes().startswith(whole)
     assert sorted(int(row["id"]) for row in rows) == list(range(12))
     assert all(row["finished"] or row["n_tokens"] == 20 for row in rows)
+    _, _, notes = run(capsys, *regenerate, "--force", "--max-prompt-tokens", 1)
+    assert "0 prompts to answer, 0 answered before, 12 longer than 1 tokens left out" in notes
+    assert len(answers.read_text().splitlines()) == 12  # nothing to put in their place
 
     fields = ("--target", target, "--data", answers, "--taps", "(0,1,2)", "--row_length", 64, "--batch_rows", 2)
     features, output = tmp_path / "features", tmp_path / "run"
@@ -311,5 +316,25 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
     assert all(record["identical_to_plain"] == 1.0 for record in records)
     assert records[0]["speedup"] == 1.0
     assert len(records[3]["n_alpha"]) == 3
+    assert [record["modelled_speedup"] is None for record in records] == [True, True, False, False]
     assert "| method |" in (bench / "report.md").read_text()
     assert "identical" in out
+
+
+def test_a_second_process_compiles_nothing_that_the_first_one_did(folders, tmp_path):
+    target, draft = folders
+    cache = tmp_path / "programs"
+    command = [
+        sys.executable, "-c", "import sys; from eagle3_jax.cli import main; sys.exit(main())", "generate", "--target",
+        str(target), "--draft", str(draft), "--prompt", "hello", "--max-new-tokens", "8", "--cache-dir", str(cache),
+    ]  # fmt: skip
+    kept, texts = [], []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+        assert "compiling (once per shape; kept for later runs)" in done.stderr
+        texts.append(done.stdout)
+        kept.append(sorted(path.name for path in cache.iterdir() if not path.name.endswith("-atime")))
+    assert any("decode_round" in name for name in kept[0])
+    assert any("prefill_chunk" in name for name in kept[0])
+    assert kept[1] == kept[0]
+    assert texts[1] == texts[0]

@@ -236,6 +236,7 @@ def test_training_attention_and_its_gradients_equal_explicit_attention(step: int
     mask, _ = two_documents(batch, length, 4 if documents == 2 else length)
 
     def loss(q, keys, values):
+        keys = [k.swapaxes(2, 3) for k in keys]
         first = Segment(keys[0], values[0], jnp.asarray(mask))
         out = training_time_test_attend(q, first, list(zip(keys[1:], values[1:], strict=True)))
         return (out * weight).sum(), out
@@ -259,14 +260,14 @@ def test_training_attention_and_its_gradients_equal_explicit_attention(step: int
 def test_training_attention_reads_the_keys_of_earlier_steps():
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    q, first = draw(1, 6, 4, 8), Segment(draw(1, 2, 6, 8), draw(1, 2, 6, 8), causal(1, 6))
-    own = [(draw(1, 2, 6, 8), draw(1, 2, 6, 8)) for _ in range(2)]
+    q, first = draw(1, 6, 4, 8), Segment(draw(1, 2, 8, 6), draw(1, 2, 6, 8), causal(1, 6))
+    own = [(draw(1, 2, 8, 6), draw(1, 2, 6, 8)) for _ in range(2)]
     attention = jax.jit(training_time_test_attend)
     whole = np.asarray(attention(q, first, own))
     zeroed = attention(q, first, [(jnp.zeros_like(own[0][0]), own[0][1]), own[1]])
     assert np.abs(whole - np.asarray(zeroed)).max(axis=(0, 2, 3)).min() > 1e-2
     # A slot's own keys are for that slot alone.
-    edited = attention(q, first, [own[0], (own[1][0].at[:, :, 3].add(1.0), own[1][1])])
+    edited = attention(q, first, [own[0], (own[1][0].at[..., 3].add(1.0), own[1][1])])
     changed = np.abs(whole - np.asarray(edited)).max(axis=(0, 2, 3)) > 1e-6
     np.testing.assert_array_equal(changed, np.arange(6) == 3)
 
@@ -277,7 +278,8 @@ def test_attention_over_segments_equals_attention_over_their_concatenation():
     q, sizes = draw(2, 3, 4, 8), (5, 2, 3)
     parts = [(draw(2, 2, size, 8), draw(2, 2, size, 8), rng.random((2, 3, size)) < 0.6) for size in sizes]
     parts[-1][2][:, :, 0] = True
-    ours = jax.jit(attend)(jnp.asarray(q), [Segment(*(jnp.asarray(array) for array in part)) for part in parts])
+    segments = [Segment(*map(jnp.asarray, (k.swapaxes(2, 3), v, mask))) for k, v, mask in parts]
+    ours = jax.jit(attend)(jnp.asarray(q), segments)
     k, v, mask = (torch.from_numpy(np.concatenate(arrays, 2)) for arrays in zip(*parts, strict=True))
     expected = explicit_attention(torch.from_numpy(q).double().transpose(1, 2), k.double(), v.double(), mask)
     assert_close(ours, expected.transpose(1, 2))

@@ -54,7 +54,7 @@ def plain() -> list[int]:
 
 def rows_of(cache: KVCache, row: int = 0) -> np.ndarray:
     """[layers * 2, K, S, H], a copy."""
-    return np.stack([np.array(array[row]) for array in (*cache.keys, *cache.values)])
+    return np.stack([np.array(array[row]) for array in (*(k.swapaxes(2, 3) for k in cache.keys), *cache.values)])
 
 
 def corrupted(text: list[int], wrong: set[int]) -> list[int]:

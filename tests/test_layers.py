@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from eagle3_jax.config import RopeConfig
-from eagle3_jax.layers import contract, rms_norm, rope_frequencies, rope_table, rotate, swiglu
+from eagle3_jax.layers import contract, linear, rms_norm, rope_frequencies, rope_table, rotate, swiglu
 
 MAX_POSITIONS = 512
 LLAMA3 = {
@@ -148,14 +148,12 @@ def test_swiglu_equals_its_formula():
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-# Every pattern that the models use: projections with one and two output axes, scores, mixing, per-slot products.
+# Every pattern that the models use: linear maps, scores, mixing, per-slot products.
 PATTERNS = {
     "BTD,FD->BTF": ((2, 5, 8), (6, 8)),
-    "BTD,NHD->BTNH": ((2, 5, 8), (4, 3, 8)),
-    "BTNH,DNH->BTD": ((2, 5, 4, 3), (8, 4, 3)),
-    "BKGTH,BKSH->BKGTS": ((2, 2, 3, 5, 4), (2, 2, 7, 4)),
+    "BKGTH,BKHS->BKGTS": ((2, 2, 3, 5, 4), (2, 2, 4, 7)),
     "BKGTS,BKSH->BKGTH": ((2, 2, 3, 5, 7), (2, 2, 7, 4)),
-    "BKGTH,BKTH->BKGT": ((2, 2, 3, 5, 4), (2, 2, 5, 4)),
+    "BKGTH,BKHT->BKGT": ((2, 2, 3, 5, 4), (2, 2, 4, 5)),
 }
 
 
@@ -206,3 +204,30 @@ def test_contract_returns_the_operands_precision_or_the_accumulator():
     assert wide.dtype == jnp.float32
     exact = np.einsum("BTD,FD->BTF", np.asarray(x, np.float64), np.asarray(y.astype(jnp.bfloat16), np.float64))
     np.testing.assert_allclose(wide, exact, rtol=1e-5, atol=1e-5)
+
+
+# Plain, heads as output, heads as input; one row is padded where the precision is narrow.
+LINEAR = {
+    "BTI,OI->BTO": ((2, 5, 8), (6, 8)),
+    "BTI,NHI->BTNH": ((1, 1, 8), (4, 3, 8)),
+    "BTNH,ONH->BTO": ((1, 1, 4, 3), (8, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pattern", LINEAR)
+def test_linear_equals_einsum_forward_and_backward(pattern: str, dtype: str):
+    rng = np.random.default_rng(4)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in LINEAR[pattern])
+    exact = lambda x, w: jnp.einsum(pattern, x.astype(jnp.float32), w.astype(jnp.float32))
+    assert linear(x, weight).dtype == x.dtype
+    out = linear(x, weight, wide=True)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, exact(x, weight), rtol=1e-5, atol=1e-5)
+    _, ours = gradients(linear, x, weight)
+    _, expected = gradients(exact, x, weight)
+    for mine, theirs in zip(ours, expected, strict=True):
+        wide = np.asarray(theirs, np.float32)
+        np.testing.assert_allclose(
+            np.asarray(mine, np.float32), wide, atol=(1e-5 if dtype == "float32" else 0.02) * np.abs(wide).max()
+        )

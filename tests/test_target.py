@@ -200,7 +200,7 @@ def test_prefill_in_one_pass_equals_blocks_through_the_cache_to_its_last_row(blo
     whole = forward(target, tokens, (1, 3))
     # The cache is full after the last block: a write past its end, or one that moves back, would show.
     scores, taps = in_blocks(target, tokens, blocks, cache_length=12)
-    assert whole.keys[0].shape == (2, 2, 12, 32)
+    assert whole.keys[0].shape == (2, 2, 32, 12)
     np.testing.assert_allclose(scores, target_logits(target, whole.hidden), atol=1e-4)
     np.testing.assert_allclose(taps, whole.taps, atol=1e-4)
 

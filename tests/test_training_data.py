@@ -21,7 +21,8 @@ from eagle3_jax.training.data import (
     find_markers,
     read_rows,
 )
-from eagle3_jax.training.packing import assistant_slots, pack, supervised_counts
+from eagle3_jax.training.packing import pack
+from tests import tiny
 from tests.tiny_tokenizers import CHATML_TEMPLATE, chatml, llama3
 
 SMOLLM2 = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
@@ -375,24 +376,17 @@ def test_assistant_slots_match_their_definition(rows, step):
         ]
         for row in rows
     ]
-    assert assistant_slots(np.array(rows, np.int32), step).tolist() == expected
+    assert tiny.assistant_slots(np.array(rows, np.int32), step).tolist() == expected
 
 
 def test_no_slot_reaches_from_one_packed_document_into_the_next():
     documents = [document(4, (1, 4), base=10 * k) for k in range(4)]
     packed = pack(documents, row_length=8, seed=0)
     for step, per_document in ((0, 2), (1, 1), (2, 0)):
-        slots = assistant_slots(packed.spans, step)
+        slots = tiny.assistant_slots(packed.spans, step)
         assert slots.sum() == 4 * per_document
         rows, at = np.nonzero(slots)
         assert (packed.documents[rows, at] == packed.documents[rows, at + 2 + step]).all()
-
-
-def test_token_counts_are_over_replies_and_refuse_a_foreign_tokenizer():
-    documents = [document(6, (2, 4), (5, 6)), document(4, (2, 3))]
-    assert supervised_counts(documents, 8).tolist() == [0, 0, 2, 1, 0, 1, 0, 0]
-    with pytest.raises(InputError, match="token id 5"):
-        supervised_counts(documents, 5)
 
 
 @pytest.mark.smollm2

@@ -31,7 +31,6 @@ from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig, load_config
 from eagle3_jax.training.features import FeatureRows, write_features
 from eagle3_jax.training.loop import Result, packed_rows, train
-from eagle3_jax.training.packing import assistant_slots
 from eagle3_jax.training.step import TrainState
 from tests import tiny, tiny_tokenizers
 
@@ -299,7 +298,7 @@ def test_features_on_disk_train_as_the_target_in_the_loop_does(
 
 def test_too_few_rows_and_foreign_boundaries_are_refused(settings: TrainConfig, tmp_path: Path):
     config = dataclasses.replace(settings, output=str(tmp_path / "run"))
-    with pytest.raises(InputError, match=r"held_out_rows \+ batch_rows = 25 packed rows; found 24"):
+    with pytest.raises(InputError, match=r"held_out_rows \+ batch_rows = 25 packed rows, .* found 24"):
         train(dataclasses.replace(config, held_out_rows=23))
     with pytest.raises(InputError, match="the target's 2 layers"):
         train(dataclasses.replace(config, taps=(0, 1, 3)))
@@ -321,7 +320,7 @@ def test_every_held_out_row_counts_once(settings: TrainConfig, tmp_path: Path):
     loop.evaluate(setup, setup.draft, 2, BATCH, watched)
     spans = np.stack([setup.rows[int(index)]["spans"] for index in setup.held_out])
     for s in range(2):
-        assert sum(float(sums.slots[s]) for sums in found) == assistant_slots(spans, s).sum() > 0
+        assert sum(float(sums.slots[s]) for sums in found) == tiny.assistant_slots(spans, s).sum() > 0
 
 
 @pytest.mark.parametrize(

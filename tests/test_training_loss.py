@@ -27,7 +27,6 @@ from eagle3_jax.training.loss import (
     soft_cross_entropy,
     training_time_test_loss,
 )
-from eagle3_jax.training.packing import assistant_slots
 from eagle3_jax.training.step import Teacher, TrainState, make_optimizer, make_train_step
 from tests import tiny
 
@@ -255,7 +254,7 @@ def test_slots_are_those_of_the_definition(data: st.DataObject):
                 assistant = reply[0] > 0 and all(span == reply[0] for span in reply)
                 assert bool(slots.assistant[s, r, j]) == assistant
                 assert bool(slots.trained[s, r, j]) == (assistant and member[argmax[r][j + 1 + s]])
-        np.testing.assert_array_equal(slots.assistant[s], assistant_slots(np.asarray(spans), s))
+        np.testing.assert_array_equal(slots.assistant[s], tiny.assistant_slots(np.asarray(spans), s))
 
 
 def test_joint_and_conditional_acceptance_are_told_apart():

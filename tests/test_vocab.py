@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3_jax.errors import InputError
-from eagle3_jax.vocab import full_vocab, most_frequent, vocab_from_ids, vocab_from_offsets, vocab_offsets
+from eagle3_jax.vocab import most_frequent, vocab_from_ids, vocab_from_offsets, vocab_offsets
 
 VOCAB = 320
 
@@ -73,7 +73,7 @@ def test_membership_flags_must_match_the_map():
 
 
 def test_full_vocabulary_is_the_identity():
-    vocab = full_vocab(VOCAB)
+    vocab = vocab_from_ids(np.arange(VOCAB), VOCAB)
     np.testing.assert_array_equal(vocab.d2t, np.arange(VOCAB))
     assert np.asarray(vocab.t2d).all()
     assert not vocab_offsets(vocab).any()

@@ -124,3 +124,26 @@ def training_batch(draft: Draft, documents: Any, spans: Any, seed: int = 0) -> B
             np.where(rng.random(shape) < 0.6, known, rng.integers(0, config.vocab_size, shape)), jnp.int32
         ),
     )
+
+
+def assistant_slots(spans: np.ndarray, step: int) -> np.ndarray:
+    """The slots whose guess at a step of the unrolled draft is measured, bool [R, T].
+
+    Slot j reads feature j and token j+1+step and predicts token j+2+step. It counts iff tokens j+1 ... j+2+step all
+    exist in the row and lie in one span. A span holds tokens of one document and never its first token, so slot j is
+    in that document too.
+
+    Args:
+      spans: int [R, T], 0 outside replies, no id shared by two replies of a row.
+      step: 0 for the first guess.
+    """
+    rows, length = spans.shape
+    slots = np.zeros((rows, length), bool)
+    last = length - 2 - step  # this many slots have all their tokens
+    if last > 0:
+        first = spans[:, 1 : 1 + last]
+        inside = first > 0
+        for ahead in range(1, step + 2):
+            inside &= spans[:, 1 + ahead : 1 + ahead + last] == first
+        slots[:, :last] = inside
+    return slots

@@ -168,29 +168,37 @@ def regenerate(args: argparse.Namespace) -> int:
     print(info, file=sys.stderr)
     out, folder = Path(args.out), Path(args.target)
     rows = read_jsonl(Path(args.prompts))[args.skip :][: args.limit]
-    if args.force:
-        out.unlink(missing_ok=True)
-    _drop_partial_line(out)
-    known = _known_ids([Path(name) for name in args.exclude] + ([out] if out.exists() and out.stat().st_size else []))
+    before = [] if args.force else [out]
+    for path in before:
+        _drop_partial_line(path)
+    before = [path for path in before if path.exists() and path.stat().st_size]
+    known = _known_ids([*map(Path, args.exclude), *before])
     config = TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
     tokenizer = load_tokenizer(folder)
     asked: list[tuple[Request, dict[str, Any]]] = []
+    answered = too_long = 0
     for index, row in enumerate(rows):
         where = f"row {args.skip + index + 1} of {args.prompts}"
         name = str(row.get("id", args.skip + index))
         if name in known:
+            answered += 1
             continue
         messages = prompt_messages(row, where)
         # The first question only: later ones were written in answer to somebody else's reply.
         first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
         messages = messages[: first + 1]
+        ids = encode_prompt(tokenizer, messages, where)
+        if args.max_prompt_tokens is not None and len(ids) > args.max_prompt_tokens:
+            too_long += 1
+            continue
         request = Request(
-            tokens=encode_prompt(tokenizer, messages, where), max_new_tokens=args.max_new_tokens,
+            tokens=ids, max_new_tokens=args.max_new_tokens,
             temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed + index,
         )  # fmt: skip
         check_request(request, config, index)
         asked.append((request, {"id": name, "source": row.get("source"), "messages": messages}))
-    print(f"{len(asked)} prompts to answer, {len(rows) - len(asked)} answered before", file=sys.stderr)
+    skipped = f", {too_long} longer than {args.max_prompt_tokens} tokens left out" if too_long else ""
+    print(f"{len(asked)} prompts to answer, {answered} answered before{skipped}", file=sys.stderr)
     if not asked:
         return 0
     # Prompts of like length share a short cache; groups are small enough that an interruption loses little.
@@ -203,7 +211,8 @@ def regenerate(args: argparse.Namespace) -> int:
     starts = list(range(0, len(asked), group))
     # Long and short groups alternate, so that any prefix of the output is a mix.
     starts = [start for pair in zip(starts, reversed(starts)) for start in pair][: len(starts)]
-    with out.open("a", encoding="utf-8") as file:
+    # Replaced only now, when nothing can be wrong with the input any more.
+    with out.open("w" if args.force else "a", encoding="utf-8") as file:
         for start in starts:
             part = asked[start : start + group]
             for event in decode(target, None, [request for request, _ in part], batch=args.batch, eos=ends):

@@ -26,7 +26,10 @@ class TrainConfig:
       output: the run's folder: checkpoints, log, config.
       data: jsonl files whose assistant replies are learnt, when the target runs in the loop.
       features: folders of `eagle3-jax data features`; when given, the target's layers are not run and `data` is unused.
-      held_out_rows: rows never trained on, for evaluation.
+      init: a draft folder to continue from; empty begins with new weights.
+      held_out_rows: rows never trained on, for evaluation; of several folders of features, the first one's.
+      supervise: replies, as decoding will draft them, or all: every token of every document, which needs no answers of
+        the target's own and so makes more of little data, in a first run that a second one on replies continues.
       draft_vocab_size: C.
       taps: boundaries; empty means the paper's default for the target.
       rope_theta: the draft's own rotary base.
@@ -51,6 +54,8 @@ class TrainConfig:
     output: str
     data: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    init: str = ""
+    supervise: str = "replies"
     held_out_rows: int = 24
     draft_vocab_size: int = 8192
     taps: tuple[int, ...] = ()
@@ -108,6 +113,7 @@ class TrainConfig:
         self._require(
             self.compute_dtype in ("float32", "bfloat16"), "compute_dtype", "float32 or bfloat16", self.compute_dtype
         )
+        self._require(self.supervise in ("replies", "all"), "supervise", "replies or all", self.supervise)
         self._require(bool(self.data or self.features), "data", "data files, or folders of features", "neither")
         for name in ("row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep"):
             self._require(getattr(self, name) >= 1, name, "at least 1", str(getattr(self, name)))

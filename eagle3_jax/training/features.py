@@ -97,6 +97,7 @@ def write_features(
         "row_length": length,
         "taps": list(taps),
         "hidden_size": target.config.hidden_size,
+        "dtype": str(target.params.embed.dtype),
         "target_fingerprint": fingerprint(target),
     }
     folder.mkdir(parents=True, exist_ok=True)

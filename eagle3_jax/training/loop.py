@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.checkpoint import fingerprint, load_target
-from eagle3_jax.config import DraftConfig, RopeConfig
-from eagle3_jax.draft import Draft, DraftParams, draft_specs
+from eagle3_jax.checkpoint import fingerprint, load_draft, load_target
+from eagle3_jax.draft import Draft
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import teacher_forced
-from eagle3_jax.params import count_params, init_params
+from eagle3_jax.params import count_params
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
@@ -43,8 +42,8 @@ from eagle3_jax.training.features import (
 )
 from eagle3_jax.training.loss import Batch, StepSums
 from eagle3_jax.training.packing import Packed, pack
+from eagle3_jax.training.start import describe, initial_params, label_head
 from eagle3_jax.training.step import Teacher, TrainState, make_eval_step, make_optimizer, make_train_step
-from eagle3_jax.vocab import DraftVocab, most_frequent, vocab_from_ids
 
 logger = logging.getLogger(__name__)
 
@@ -83,61 +82,25 @@ def packed_rows(config: TrainConfig) -> Packed:
     return packed
 
 
-def _open_rows(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> RowSource:
+def _open_rows(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tuple[RowSource, int]:
+    """The rows, and how many of them are the first source's, from which rows are held out."""
     if not config.features:
         packed = packed_rows(config)
         check_tokens(packed, target.config.vocab_size)
-        return Rows(packed)
+        return Rows(packed), len(packed.tokens)
     mark = fingerprint(target)
     folders = [Path(name) for name in config.features]
-    return Joined(
-        [FeatureRows(folder, taps=taps, target_fingerprint=mark, row_length=config.row_length) for folder in folders]
-    )
+    parts = [
+        FeatureRows(folder, taps=taps, target_fingerprint=mark, row_length=config.row_length) for folder in folders
+    ]
+    return Joined(parts), len(parts[0])
 
 
-def choose_vocab(rows: RowSource, size: int, vocab_size: int, always: tuple[int, ...]) -> tuple[DraftVocab, float]:
-    """The most frequent supervised tokens, and the share of supervised tokens that they cover."""
-    counts = np.zeros(vocab_size, np.int64)
-    for index in range(len(rows)):
-        row = rows.text(index)
-        counts += np.bincount(row["tokens"][row["spans"] > 0], minlength=vocab_size)
-    ids = most_frequent(counts, size, always)
-    return vocab_from_ids(ids, vocab_size), float(counts[ids].sum() / max(1, counts.sum()))
-
-
-def label_head(target: Target, vocab: DraftVocab) -> jax.Array:
-    """The target's head at the draft vocabulary's tokens: [C, D]."""
-    return jnp.take(target.params.lm_head, vocab.d2t, axis=0, mode="clip")
-
-
-def initial_params(
-    config: DraftConfig, target: Target, vocab: DraftVocab, scales: np.ndarray, key: jax.Array
-) -> DraftParams:
-    """Starting weights: random, but for what the target already knows.
-
-    The head starts as the target's rows of the draft vocabulary, the final norm as the target's. The fusion is drawn so
-    that each tap contributes with the same variance and the feature has an RMS of about 1: raw taps differ tenfold in
-    scale, and a uniform draw would let the highest drown the others.
-
-    Args:
-      config: the draft's.
-      target: gives head and norm (when the widths agree).
-      vocab: the draft vocabulary.
-      scales: [A], typical RMS of each tap.
-      key: a PRNG key.
-    """
-    params = init_params(draft_specs(config), key)
-    taps, width = len(config.taps), config.target_hidden_size
-    per_tap = np.ones(taps) if config.fc_norm else scales
-    unit = jax.random.normal(jax.random.fold_in(key, 1_000), (config.hidden_size, taps, width), jnp.float32)
-    factors = (1.0 / (per_tap * np.sqrt(taps * width))).astype(np.float32)
-    fused = (unit * factors[None, :, None]).reshape(config.hidden_size, taps * width)
-    params = dataclasses.replace(params, fc=fused)
-    if config.hidden_size == width:
-        # Copies: an update donates the draft's arrays, and the target still needs its own.
-        head, norm = (jnp.array(each, jnp.float32) for each in (label_head(target, vocab), target.params.norm))
-        params = dataclasses.replace(params, lm_head=head, norm=norm)
-    return params
+def supervised(row: Row, supervise: str) -> Row:
+    """The row as it is trained on: its replies, or with "all" every token but the first of each document."""
+    if supervise == "replies":
+        return row
+    return row | {"spans": np.where(row["positions"] > 0, row["documents"], 0).astype(np.int32)}
 
 
 class Interrupt:
@@ -205,43 +168,35 @@ def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
     target = load_target(folder)
     taps = config.taps or target.config.default_taps
     check_taps(taps, target.config.num_layers)
-    rows = _open_rows(config, target, taps)
-    order = np.random.default_rng(config.seed).permutation(len(rows))
-    held_out, train_order = order[: config.held_out_rows], order[config.held_out_rows :]
-    if train_order.size < config.batch_rows:
+    rows, main = _open_rows(config, target, taps)
+    # Evaluation is always on rows of the first folder, so that runs with and without further data can be compared.
+    first = np.random.default_rng(config.seed).permutation(main)
+    held_out = first[: config.held_out_rows]
+    train_order = np.concatenate([first[config.held_out_rows :], np.arange(main, len(rows))])
+    if train_order.size < config.batch_rows or held_out.size < config.held_out_rows:
         raise InputError(
-            expected=f"at least held_out_rows + batch_rows = {config.held_out_rows + config.batch_rows} packed rows",
-            found=f"{len(rows)}",
+            expected=f"at least held_out_rows + batch_rows = {config.held_out_rows + config.batch_rows} packed rows, "
+            f"and {config.held_out_rows} in the first folder of features",
+            found=f"{len(rows)}, and {main}",
             remedy="Give more data, shorter rows (--row_length), or fewer --held_out_rows.",
         )
+    online = not config.features
     if run.exists:
         run.check_same(config)
         _, draft_config, vocab = run.read()
     else:
-        stops = eos_ids(folder, load_tokenizer(folder))
-        vocab, coverage = choose_vocab(rows, config.draft_vocab_size, target.config.vocab_size, stops)
-        logger.info("draft vocabulary: %d tokens cover %.2f %% of the supervised ones", vocab.size, 100 * coverage)
-        draft_config = DraftConfig.for_target(
-            target.config,
-            draft_vocab_size=config.draft_vocab_size,
-            taps=taps,
-            rope=RopeConfig(theta=config.rope_theta),
-            trained_length=config.row_length,
-            fc_norm=config.fc_norm,
-            norm_output=config.norm_output,
-            norm_before_residual=config.norm_before_residual,
-            target_fingerprint=fingerprint(target),
-        )
+        draft_config, vocab = describe(config, target, taps, rows, eos_ids(folder, load_tokenizer(folder)))
         run.start(config, draft_config, vocab)
-    online = not config.features
-    sample = [rows[int(index)] for index in train_order[:SCALE_ROWS]]
-    stacked = stack_rows(sample)
-    if online:
-        arrays = {name: jnp.asarray(array) for name, array in stacked.items()}
-        stacked = {name: np.asarray(array) for name, array in features_in_loop(target, taps, arrays).items()}
-    scales = tap_scales(stacked["taps"], stacked["documents"], len(taps))
-    logger.info("typical RMS of the taps %s: %s", list(taps), shown(scales.tolist()))
-    params = initial_params(draft_config, target, vocab, scales, jax.random.key(config.seed))
+    if config.init and run.latest() is None:
+        params = load_draft(Path(config.init), target, jnp.float32).params
+    else:
+        stacked = stack_rows([rows[int(index)] for index in train_order[:SCALE_ROWS]])
+        if online:
+            arrays = {name: jnp.asarray(array) for name, array in stacked.items()}
+            stacked = {name: np.asarray(array) for name, array in features_in_loop(target, taps, arrays).items()}
+        scales = tap_scales(stacked["taps"], stacked["documents"], len(taps))
+        logger.info("typical RMS of the taps %s: %s", list(taps), shown(scales.tolist()))
+        params = initial_params(draft_config, target, vocab, scales, jax.random.key(config.seed))
     draft = Draft(params=params, vocab=vocab, embed=target.params.embed, config=draft_config)
     return _Setup(target, draft, Teacher(label_head=label_head(target, vocab)), rows, train_order, held_out, online)
 
@@ -322,7 +277,10 @@ def train(config: TrainConfig) -> Result:
     with interrupt.watch(), log:
         for update in range(first, config.updates):
             steps = config.steps_at(update)
-            rows = [cast(Row, source[update * per_update + index]) for index in range(per_update)]
+            rows = [
+                supervised(cast(Row, source[update * per_update + index]), config.supervise)
+                for index in range(per_update)
+            ]
             micro = []
             for start in range(0, per_update, config.batch_rows):
                 micro.append(_batch(setup, stack_rows(rows[start : start + config.batch_rows])))

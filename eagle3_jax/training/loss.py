@@ -108,11 +108,8 @@ def find_slots(spans: jax.Array, argmax: jax.Array, t2d: jax.Array, steps: int) 
 
 
 def chunk_count(tokens: int, size: int) -> int:
-    """Number of equal chunks, of at most about `size` tokens, that the tokens divide into."""
-    count = max(1, tokens // size)
-    while tokens % count:
-        count += 1
-    return count
+    """Number of equal chunks, of at most `size` tokens, that the tokens make when padded to a multiple of it."""
+    return -(-tokens // size)
 
 
 def _chunk_losses(
@@ -144,7 +141,6 @@ def _window(label_hidden: jax.Array, start: jax.Array, length: int, steps: int) 
     return jax.lax.dynamic_slice_in_dim(label_hidden, start + 1, length + steps - 1, axis=0)
 
 
-@jax.custom_vjp
 def soft_cross_entropy(
     hidden: jax.Array, head: jax.Array, label_hidden: jax.Array, label_head: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -165,6 +161,18 @@ def soft_cross_entropy(
       The weighted sum, the cross-entropy of each slot [S, M], and the draft's guesses [S, M] int32 (draft ids).
       Gradients flow from the first only.
     """
+    tokens = hidden.shape[1]
+    extra = -tokens % chunk_count(tokens, HEAD_CHUNK)
+    pad = lambda values, axis: jnp.pad(values, [(0, extra if axis == i else 0) for i in range(values.ndim)])
+    total, loss, guess = _whole_chunks(pad(hidden, 1), head, pad(label_hidden, 0), label_head, pad(weights, 1))
+    return total, loss[:, :tokens], guess[:, :tokens]
+
+
+@jax.custom_vjp
+def _whole_chunks(
+    hidden: jax.Array, head: jax.Array, label_hidden: jax.Array, label_head: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`soft_cross_entropy` of tokens that divide into chunks."""
     steps, tokens, _ = hidden.shape
     count = chunk_count(tokens, HEAD_CHUNK)
     length = tokens // count
@@ -224,7 +232,7 @@ def _backward(saved, cotangents):
     )
 
 
-soft_cross_entropy.defvjp(_forward, _backward)
+_whole_chunks.defvjp(_forward, _backward)
 
 
 def training_time_test_loss(

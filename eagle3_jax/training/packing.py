@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length, the slots that train a draft, and token counts.
+"""Documents packed into rows of one length.
 
 Several documents share a row so that little of it is padding. They stay apart: positions restart, every token knows
 its document, and no two replies in a row share a span id.
@@ -90,44 +90,3 @@ def pack(encoded: Sequence[Encoded], *, row_length: int, seed: int) -> Packed:
             last_span = max(last_span, int(packed.spans[r, here].max()))
             at = here.stop
     return packed
-
-
-def assistant_slots(spans: np.ndarray, step: int) -> np.ndarray:
-    """The slots whose guess at a step of the unrolled draft is measured, bool [R, T].
-
-    Slot j reads feature j and token j+1+step and predicts token j+2+step. It counts iff tokens j+1 ... j+2+step all
-    exist in the row and lie in one span. A span holds tokens of one document and never its first token, so slot j is
-    in that document too.
-
-    Args:
-      spans: int [R, T], 0 outside replies, no id shared by two replies of a row.
-      step: 0 for the first guess.
-    """
-    rows, length = spans.shape
-    slots = np.zeros((rows, length), bool)
-    last = length - 2 - step  # this many slots have all their tokens
-    if last > 0:
-        first = spans[:, 1 : 1 + last]
-        inside = first > 0
-        for ahead in range(1, step + 2):
-            inside &= spans[:, 1 + ahead : 1 + ahead + last] == first
-        slots[:, :last] = inside
-    return slots
-
-
-def supervised_counts(encoded: Sequence[Encoded], vocab_size: int) -> np.ndarray:
-    """How often each token is part of a reply, int64 [V]: the frequencies that choose a draft vocabulary.
-
-    Raises:
-      InputError: a token id is not below `vocab_size`.
-    """
-    counts = np.zeros(vocab_size, np.int64)
-    for document in encoded:
-        if document.tokens.max() >= vocab_size or document.tokens.min() < 0:
-            raise InputError(
-                expected=f"token ids below the target's vocabulary size {vocab_size}",
-                found=f"token id {document.tokens.max()}",
-                remedy="Encode the data with the tokenizer of this target.",
-            )
-        counts += np.bincount(document.tokens[document.spans > 0], minlength=vocab_size)
-    return counts

@@ -85,13 +85,14 @@ def target_features(
     rows, length, width = out.hidden.shape
     total = rows * length
     chunks = chunk_count(total, ARGMAX_CHUNK)
-    parts = out.hidden.reshape(chunks, total // chunks, width)
+    flat = jnp.pad(out.hidden.reshape(total, width), ((0, -total % chunks), (0, 0)))
+    parts = flat.reshape(chunks, -1, width)
 
     def argmax(part: jax.Array) -> jax.Array:
         logits = jnp.einsum("MD,VD->MV", part, target.params.lm_head, preferred_element_type=jnp.float32)
         return most_likely(logits)
 
-    return out.taps, out.hidden, jax.lax.map(argmax, parts).reshape(rows, length)
+    return out.taps, out.hidden, jax.lax.map(argmax, parts).reshape(-1)[:total].reshape(rows, length)
 
 
 def make_train_step(optimizer: optax.GradientTransformation, *, decay: float, compute: DTypeLike = jnp.float32):

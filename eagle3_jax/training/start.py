@@ -1,0 +1,125 @@
+"""Where a draft begins: its vocabulary and shape, and the weights that it starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.checkpoint import fingerprint, load_draft
+from eagle3_jax.config import DraftConfig, RopeConfig
+from eagle3_jax.draft import DraftParams, draft_specs
+from eagle3_jax.errors import InputError
+from eagle3_jax.params import init_params
+from eagle3_jax.target import Target
+from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.features import RowSource
+from eagle3_jax.vocab import DraftVocab, most_frequent, vocab_from_ids
+
+logger = logging.getLogger(__name__)
+
+
+def describe(
+    config: TrainConfig, target: Target, taps: tuple[int, ...], rows: RowSource, stops: tuple[int, ...]
+) -> tuple[DraftConfig, DraftVocab]:
+    """Shape and vocabulary of the draft that a run trains: new ones, or those of the draft it continues.
+
+    A vocabulary belongs to its weights, so a draft that is continued keeps its own, whatever the rows hold.
+
+    Args:
+      config: the run.
+      target: the model.
+      taps: boundaries that the features come from.
+      rows: count the tokens of a new vocabulary.
+      stops: end-of-sequence ids, always in a new vocabulary.
+
+    Raises:
+      InputError: the draft to continue is of another shape than the config says.
+    """
+    if config.init:
+        return _continued(config, target, taps)
+    vocab, coverage = choose_vocab(rows, config.draft_vocab_size, target.config.vocab_size, stops)
+    logger.info("draft vocabulary: %d tokens cover %.2f %% of the supervised ones", vocab.size, 100 * coverage)
+    shape = DraftConfig.for_target(
+        target.config,
+        draft_vocab_size=config.draft_vocab_size,
+        taps=taps,
+        rope=RopeConfig(theta=config.rope_theta),
+        trained_length=config.row_length,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+        norm_before_residual=config.norm_before_residual,
+        target_fingerprint=fingerprint(target),
+    )
+    return shape, vocab
+
+
+def _continued(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tuple[DraftConfig, DraftVocab]:
+    draft = load_draft(Path(config.init), target)
+    shape = draft.config
+    pairs = {
+        "taps": (taps, shape.taps),
+        "rope_theta": (config.rope_theta, shape.rope.theta),
+        # A draft of another width has an embedding of its own, which a run does not keep.
+        "hidden width": (target.config.hidden_size, shape.hidden_size),
+    }
+    for name in ("draft_vocab_size", "fc_norm", "norm_output", "norm_before_residual"):
+        pairs[name] = (getattr(config, name), getattr(shape, name))
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if differing:
+        raise InputError(
+            expected=f"a draft at {config.init} with " + ", ".join(f"{n} {pair[0]}" for n, pair in differing.items()),
+            found=", ".join(f"{name} {pair[1]}" for name, pair in differing.items()),
+            remedy="Give the run the values of the draft that it continues, or begin without --init.",
+        )
+    length = max(config.row_length, shape.trained_length or 0)
+    return dataclasses.replace(shape, trained_length=length, target_fingerprint=fingerprint(target)), draft.vocab
+
+
+def choose_vocab(rows: RowSource, size: int, vocab_size: int, always: tuple[int, ...]) -> tuple[DraftVocab, float]:
+    """The most frequent supervised tokens, and the share of supervised tokens that they cover."""
+    counts = np.zeros(vocab_size, np.int64)
+    for index in range(len(rows)):
+        row = rows.text(index)
+        counts += np.bincount(row["tokens"][row["spans"] > 0], minlength=vocab_size)
+    ids = most_frequent(counts, size, always)
+    return vocab_from_ids(ids, vocab_size), float(counts[ids].sum() / max(1, counts.sum()))
+
+
+def label_head(target: Target, vocab: DraftVocab) -> jax.Array:
+    """The target's head at the draft vocabulary's tokens: [C, D]."""
+    return jnp.take(target.params.lm_head, vocab.d2t, axis=0, mode="clip")
+
+
+def initial_params(
+    config: DraftConfig, target: Target, vocab: DraftVocab, scales: np.ndarray, key: jax.Array
+) -> DraftParams:
+    """Starting weights: random, but for what the target already knows.
+
+    The head starts as the target's rows of the draft vocabulary, the final norm as the target's. The fusion is drawn so
+    that each tap contributes with the same variance and the feature has an RMS of about 1: raw taps differ tenfold in
+    scale, and a uniform draw would let the highest drown the others.
+
+    Args:
+      config: the draft's.
+      target: gives head and norm (when the widths agree).
+      vocab: the draft vocabulary.
+      scales: [A], typical RMS of each tap.
+      key: a PRNG key.
+    """
+    params = init_params(draft_specs(config), key)
+    taps, width = len(config.taps), config.target_hidden_size
+    per_tap = np.ones(taps) if config.fc_norm else scales
+    unit = jax.random.normal(jax.random.fold_in(key, 1_000), (config.hidden_size, taps, width), jnp.float32)
+    factors = (1.0 / (per_tap * np.sqrt(taps * width))).astype(np.float32)
+    fused = (unit * factors[None, :, None]).reshape(config.hidden_size, taps * width)
+    params = dataclasses.replace(params, fc=fused)
+    if config.hidden_size == width:
+        # Copies: an update donates the draft's arrays, and the target still needs its own.
+        head, norm = (jnp.array(each, jnp.float32) for each in (label_head(target, vocab), target.params.norm))
+        params = dataclasses.replace(params, lm_head=head, norm=norm)
+    return params

@@ -1,0 +1,135 @@
+"""Where a draft begins: continuing another draft, what is trained on, and which rows are held out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.checkpoint import fingerprint, load_target, save_draft
+from eagle3_jax.errors import InputError
+from eagle3_jax.training import loop
+from eagle3_jax.training.checkpoint import RunFolder
+from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.features import write_features
+from eagle3_jax.training.loop import packed_rows, supervised, train
+from tests import tiny, tiny_tokenizers
+
+TAPS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """One update of two steps that changes nothing: its learning rate is 0."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny.hf_target(num_hidden_layers=2).save_pretrained(folder)
+    tiny_tokenizers.chatml(tiny_tokenizers.SHORT_TEMPLATE, size=300).save_pretrained(folder)
+    data = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [{"prompt": f"one {n}", "response": "two three four five six " * (n % 3 + 1)} for n in range(12)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return TrainConfig(
+        target=str(folder), output="", data=(str(data),), draft_vocab_size=96, taps=TAPS, row_length=48, batch_rows=2,
+        held_out_rows=2, updates=1, schedule=((1, 2),), learning_rate=0.0, final_learning_rate=0.0, warmup=0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def begun(settings: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of random weights, and of a vocabulary that the rows would never have given."""
+    folder = tmp_path_factory.mktemp("draft") / "begun"
+    draft = tiny.draft(load_target(Path(settings.target)), taps=TAPS, trained_length=64)
+    save_draft(folder, draft, dtype=jnp.float32)
+    return folder
+
+
+def test_a_run_continues_a_draft_with_its_vocabulary(settings: TrainConfig, begun: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(begun, tmp_path / "begun")
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), init=str(folder))
+    train(config)
+    target = load_target(Path(settings.target))
+    expected = tiny.draft(target, taps=TAPS)
+    run = RunFolder(tmp_path / "run")
+    params = run.manager.restore(run.latest())["params"]
+    for name, leaf in vars(expected.params).items():
+        if leaf is not None:
+            np.testing.assert_array_equal(params[name], leaf, err_msg=name)
+    _, shape, vocab = run.read()
+    run.close()
+    np.testing.assert_array_equal(vocab.d2t, expected.vocab.d2t)
+    assert (shape.trained_length, shape.target_fingerprint) == (64, fingerprint(target))
+    # Once there is a checkpoint, the run no longer needs what it began from.
+    shutil.rmtree(folder)
+    assert train(config).finished
+
+
+def test_a_draft_of_another_shape_is_not_continued(settings: TrainConfig, begun: Path, tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), init=str(begun), draft_vocab_size=64, rope_theta=5e5, fc_norm=True
+    )
+    with pytest.raises(InputError) as error:
+        train(config)
+    for text in ("rope_theta 500000.0, draft_vocab_size 64, fc_norm True", "rope_theta 10000.0, draft_vocab_size 96"):
+        assert text in str(error.value)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_all_tokens_but_the_first_of_each_document_are_supervised_on_demand() -> None:
+    row = {
+        "tokens": np.arange(7),
+        "spans": np.asarray([0, 0, 1, 0, 0, 2, 0], np.int32),
+        "documents": np.asarray([1, 1, 1, 2, 2, 2, 0], np.int32),
+        "positions": np.asarray([0, 1, 2, 0, 1, 2, 0], np.int32),
+    }
+    assert supervised(row, "replies") is row
+    assert supervised(row, "all")["spans"].tolist() == [0, 1, 1, 0, 2, 2, 0]
+
+
+def test_a_run_trains_on_what_it_is_told_to_and_is_evaluated_on_replies(
+    settings: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots: dict[str, list[float]] = {"train": [], "evaluate": []}
+
+    def watch(name: str, place: int, make):
+        def made(*args, **options):
+            step = make(*args, **options)
+
+            def watched(*args, **options):
+                out = step(*args, **options)
+                slots[name].append(float((out[place] if place else out).slots[0]))
+                return out
+
+            return watched
+
+        return made
+
+    monkeypatch.setattr(loop, "make_train_step", watch("train", 1, loop.make_train_step))
+    monkeypatch.setattr(loop, "make_eval_step", watch("evaluate", 0, loop.make_eval_step))
+    for supervise in ("replies", "all"):
+        train(dataclasses.replace(settings, output=str(tmp_path / supervise), supervise=supervise))
+    replies, everything = slots["train"]
+    assert 0 < replies < everything
+    assert slots["evaluate"][0] == slots["evaluate"][1] > 0
+
+
+def test_rows_are_held_out_from_the_first_features_only(settings: TrainConfig, tmp_path: Path) -> None:
+    target = load_target(Path(settings.target))
+    packed = packed_rows(settings)
+    counts = {"first": 4, "second": len(packed.tokens) - 4}
+    for name, rows in (("first", slice(None, 4)), ("second", slice(4, None))):
+        part = jax.tree.map(lambda array, rows=rows: array[rows], vars(packed))
+        write_features(tmp_path / name, type(packed)(**part), target, TAPS, batch=2)
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), data=(), features=tuple(str(tmp_path / name) for name in counts)
+    )
+    setup = loop._prepare(config, RunFolder(tmp_path / "run"))
+    assert sorted([*setup.held_out, *setup.train_order]) == list(range(sum(counts.values())))
+    assert len(setup.held_out) == 2
+    assert max(setup.held_out) < 4
+    with pytest.raises(InputError, match="and 5 in the first folder of features; found 12, and 4"):
+        loop._prepare(dataclasses.replace(config, held_out_rows=5), RunFolder(tmp_path / "other"))
