@@ -214,7 +214,7 @@ def read_hf(folder: Path, tokenizer: Path | None) -> LlamaSource:
         raise InputError(
             expected="a target model's weights",
             found="fc.weight or midlayer tensors: this is an EAGLE-3 draft",
-            remedy="Convert it with `python -m convert.draft`.",
+            remedy="Pass it as --draft where it is used; only targets are converted.",
         )
     tensors, notes = _match(config, stored)
     if files[0].suffix == ".safetensors" and any(folder.glob("pytorch_model*.bin")):

@@ -61,10 +61,13 @@ def _ours(target: Target, method: Method, eos: Sequence[int]) -> Runner:
             request.temperature == 0,
         )
         if shapes not in warm:
-            for round_number, _ in enumerate(events(request)):
-                if round_number == 3:
+            rounds = 0
+            for rounds, _ in enumerate(events(request)):
+                if rounds == 3:
                     break
-            warm.add(shapes)
+            # An answer that prefill ended has compiled no round.
+            if rounds or request.max_new_tokens == 1:
+                warm.add(shapes)
         for event in events(request):
             if event.answer is not None:
                 return event.answer

@@ -98,7 +98,10 @@ def cache_bucket(needed: int, limit: int) -> int:
 
     Args:
       needed: padded prompt + new tokens + draft length + 1.
-      limit: the model's context plus a block; the last bucket when it lies between two.
+      limit: the model's context plus a block.
+
+    Returns:
+      One of `CACHE_BUCKETS`, or beyond them the next multiple of the largest.
 
     Raises:
       InputError: `needed` exceeds the largest bucket and the limit.
@@ -107,7 +110,7 @@ def cache_bucket(needed: int, limit: int) -> int:
         if needed <= bucket:
             return bucket
     if needed <= limit:
-        return -(-limit // CACHE_BUCKETS[-1]) * CACHE_BUCKETS[-1]
+        return -(-needed // CACHE_BUCKETS[-1]) * CACHE_BUCKETS[-1]
     raise InputError(
         expected=f"at most {limit} tokens of prompt, answer and draft together",
         found=f"{needed}",

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -160,7 +161,7 @@ def open_tensors(folder: Path) -> dict[str, SafetensorsFile]:
         raise InputError(
             expected=f"{SINGLE_FILE} or {INDEX_FILE} in {folder}",
             found=f"only {', '.join(others)}" if others else "no weights",
-            remedy="Convert .bin and .gguf with `python -m convert.target` (targets) or `convert.draft` (drafts).",
+            remedy="Targets in .bin or .gguf form are converted by `python -m convert.target`.",
         )
     file = SafetensorsFile(single)
     return dict.fromkeys(file.keys(), file)
@@ -206,9 +207,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _load_tree(
-    specs: Any, files: Mapping[str, SafetensorsFile], dtype: DTypeLike, where: Path, derived: Mapping[str, str]
+    specs: Any,
+    files: Mapping[str, SafetensorsFile],
+    dtype: DTypeLike,
+    where: Path,
+    derived: Mapping[str, str],
+    decides: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Any, set[str]]:
-    """Load every spec's tensor; `derived` maps tensors that may be absent to the rule that replaces them."""
+    """Load every spec's tensor.
+
+    `derived` maps tensors that may be absent to the rule that replaces them, `decides` tensors to the key of the config
+    that their shape follows from.
+    """
     problems = []
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
     for spec in leaves:
@@ -216,7 +226,8 @@ def _load_tree(
             if spec.name not in derived:
                 problems.append(f"{spec.name} is absent")
         elif files[spec.name].shape(spec.name) != spec.file_shape:
-            problems.append(f"{spec.name} has shape {files[spec.name].shape(spec.name)}, not {spec.file_shape}")
+            why = f", as {decides[spec.name]} says" if spec.name in decides else ""
+            problems.append(f"{spec.name} has shape {files[spec.name].shape(spec.name)}, not {spec.file_shape}{why}")
         elif files[spec.name].dtype(spec.name) not in FLOATS:
             problems.append(f"{spec.name} has type {files[spec.name].dtype(spec.name)}, not fp32, fp16 or bf16")
     if problems:
@@ -342,7 +353,8 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None) -> 
     full = config.draft_vocab_size == config.vocab_size
     own_embed = config.hidden_size != config.target_hidden_size
     derived = {"lm_head.weight": "the target's head"} if full and not own_embed else {}
-    params, read = _load_tree(specs, files, dtype, folder, derived)
+    decides = {"lm_head.weight": "draft_vocab_size", "fc.weight": "the number of taps"}
+    params, read = _load_tree(specs, files, dtype, folder, derived, decides)
     if "d2t" not in files and not full:
         raise InputError(
             expected=f"d2t in {folder}: its vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens",

@@ -11,10 +11,37 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from eagle3_jax import commands, runtime
 from eagle3_jax.errors import InputError
 from eagle3_jax.training import commands as training
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers bad arguments as bad input of any other kind."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(
+            expected=f"arguments as `{self.prog} --help` lists them", found=message, remedy="Correct the command."
+        )
+
+
+def _integer(parser: argparse.ArgumentParser, flag: str, least: int, *, listed: bool = False, **options: Any) -> None:
+    """Add a flag that takes an integer of at least `least`, or with `listed` several between commas."""
+
+    def convert(text: str) -> Any:
+        values = [int(item) for item in text.split(",")] if listed else [int(text)]
+        if min(values) < least:
+            raise argparse.ArgumentTypeError(f"{text}, which must be at least {least}")
+        return values if listed else values[0]
+
+    convert.__name__ = "list of integers" if listed else "integer"  # argparse names the type in its message
+    parser.add_argument(flag, type=convert, **options)
+
+
+def _temperatures(text: str) -> list[float]:
+    return [float(item) for item in text.split(",")]
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -31,17 +58,17 @@ def _dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    _integer(parser, "--max-new-tokens", 1, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=1, help="rows decoded together")
+    _integer(parser, "--batch", 1, default=1, help="rows decoded together")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="eagle3-jax", description="EAGLE-3 speculative decoding in JAX: train drafts, decode with them, measure."
     )
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -59,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt")
     source.add_argument("--prompts", help='jsonl: {"prompt": text} | {"messages": [...]} | {"turns": [...]}')
     generate.add_argument("--method", choices=("plain", "eagle3"), help="default: eagle3 with a draft, else plain")
-    generate.add_argument("--draft-length", type=int, default=4, help="tokens drafted a round (default 4)")
+    _integer(generate, "--draft-length", 1, default=4, help="tokens drafted a round (default 4)")
     _sampling(generate)
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT")
     generate.add_argument("--ignore-eos", action="store_true")
@@ -75,9 +102,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="train a draft",
         description="Train a draft as a config file says; resumes by itself when the output folder holds a run. Every "
         "field of the config can be overridden: --learning_rate 2e-4 --schedule '((100,1),(50,7))'.",
-        epilog="Example: eagle3-jax train configs/smollm2_135m.py --output runs/mine --updates 500",
+        epilog="Example: eagle3-jax train configs/smollm2_135m.py --output runs/mine --updates 500 "
+        "--schedule '((400,1),(100,7))'",
     )
     train.add_argument("config", help="a Python file under configs/")
+    train.add_argument(
+        "--dry-run", action="store_true", help="compile without weights or data, print the bytes that a run holds, stop"
+    )
+    train.add_argument("--profile", metavar="DIR", help="write a jax.profiler trace of a few early updates")
     train.set_defaults(run=training.train, takes_fields=True)
 
     export = subcommands.add_parser("export", help="write a run's draft as a canonical folder")
@@ -92,10 +124,10 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--target", required=True)
     evaluate.add_argument("--draft", required=True)
     evaluate.add_argument("--data", required=True, help="jsonl with answers, as for training")
-    evaluate.add_argument("--limit", type=int, default=32, help="rows used (default 32)")
-    evaluate.add_argument("--draft-length", type=int, default=5)
-    evaluate.add_argument("--max-new-tokens", type=int, default=128)
-    evaluate.add_argument("--row-length", type=int, default=512)
+    _integer(evaluate, "--limit", 1, default=32, help="rows used (default 32)")
+    _integer(evaluate, "--draft-length", 1, default=5)
+    _integer(evaluate, "--max-new-tokens", 1, default=128)
+    _integer(evaluate, "--row-length", 3, default=512)
     evaluate.add_argument("--json", action="store_true")
     _dtype(evaluate)
     evaluate.set_defaults(run=training.evaluate)
@@ -110,10 +142,10 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--draft", action="append", default=[], metavar="NAME=DIR")
     bench.add_argument("--tasks", nargs="+", required=True, metavar="NAME=FILE", help="prompts, as for generate")
     bench.add_argument("--methods", default="plain,eagle3", help="out of plain,eagle3,hf (default plain,eagle3)")
-    bench.add_argument("--temperatures", default="0", help="comma-separated")
-    bench.add_argument("--draft-length", default="4", help="comma-separated; each is a row of the table")
-    bench.add_argument("--limit", type=int, help="prompts of each task")
-    bench.add_argument("--max-new-tokens", type=int, default=128)
+    bench.add_argument("--temperatures", type=_temperatures, default=[0.0], help="comma-separated (default 0)")
+    _integer(bench, "--draft-length", 1, listed=True, default=[4], help="comma-separated; each is a row (default 4)")
+    _integer(bench, "--limit", 1, help="prompts of each task")
+    _integer(bench, "--max-new-tokens", 1, default=128)
     bench.add_argument("--out", required=True)
     _dtype(bench)
     bench.set_defaults(run=commands.bench)
@@ -128,16 +160,12 @@ def build_parser() -> argparse.ArgumentParser:
     regenerate.add_argument("prompts", help="jsonl of prompts")
     regenerate.add_argument("--target", required=True)
     regenerate.add_argument("--out", required=True, help="jsonl of answers")
-    regenerate.add_argument("--skip", type=int, default=0, help="prompts to leave out at the beginning")
-    regenerate.add_argument("--limit", type=int, help="prompts to take after that")
+    _integer(regenerate, "--skip", 0, default=0, help="prompts to leave out at the beginning")
+    _integer(regenerate, "--limit", 1, help="prompts to take after that")
     regenerate.add_argument(
         "--exclude", action="append", default=[], metavar="FILE", help="leave out ids found in FILE"
     )
-    regenerate.add_argument(
-        "--max-prompt-tokens",
-        type=int,
-        help="leave out longer prompts, which leave little room in a row",
-    )
+    _integer(regenerate, "--max-prompt-tokens", 1, help="leave out longer prompts, which leave little room in a row")
     regenerate.add_argument("--force", action="store_true", help="start over, replacing the output")
     _sampling(regenerate)
     _dtype(regenerate)
@@ -175,29 +203,22 @@ def _fields(parser: argparse.ArgumentParser, rest: Sequence[str]) -> dict[str, s
     return fields
 
 
-def _memory_advice(error: BaseException) -> str:
-    found = str(error).splitlines()[0] if str(error) else "none left"
-    return (
-        f"expected enough memory on the device; found {found}. Another process may hold it: jax takes 75 % of a GPU at "
-        "its start unless XLA_PYTHON_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_PREALLOCATE=false say otherwise. Or use "
-        "fewer rows (--batch, --batch_rows), shorter ones, or --dtype bfloat16."
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     parser = build_parser()
-    args, rest = parser.parse_known_args(arguments)
-    if rest and not getattr(args, "takes_fields", False):
-        parser.error(f"unrecognised arguments: {' '.join(rest)}")
-    args.fields = _fields(parser, rest)
+    debug = False
     # force: libraries imported above (absl) have put their own handler on the root.
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     logging.getLogger("eagle3_jax").setLevel(logging.INFO)
     try:
+        args, rest = parser.parse_known_args(arguments)
+        debug = args.debug
+        if rest and not getattr(args, "takes_fields", False):
+            parser.error(f"unrecognised arguments: {' '.join(rest)}")
+        args.fields = _fields(parser, rest)
         return int(args.run(args))
     except InputError as error:
-        if args.debug:
+        if debug:
             traceback.print_exc()
         print(f"eagle3-jax: {error}", file=sys.stderr)
         return 2
@@ -207,10 +228,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except Exception as error:
-        if args.debug:
+        if debug:
             traceback.print_exc()
-        if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
-            print(f"eagle3-jax: {_memory_advice(error)}", file=sys.stderr)
+        if runtime.looks_like_full_memory(error):
+            print(f"eagle3-jax: {runtime.full_memory(str(error))}", file=sys.stderr)
             return 2
         print(f"eagle3-jax: a fault of ours: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
         return 1

@@ -6,12 +6,14 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from eagle3_jax import bench as benchmark
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_draft, load_target, read_config
 from eagle3_jax.config import TargetConfig
+from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Answer, Request, check_request, decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import tau
@@ -34,11 +36,6 @@ def generate(args: argparse.Namespace) -> int:
             found=f"--method {method} {'with' if args.draft else 'without'} --draft",
             remedy="Give both or neither.",
         )
-    for name, value in (("--draft-length", args.draft_length), ("--batch", args.batch)):
-        if value < 1:
-            raise InputError(
-                expected=f"{name} of at least 1", found=str(value), remedy="Plain decoding is --method plain."
-            )
     info = runtime.start(args.device, args.dtype, args.cache_dir)
     print(info, file=sys.stderr)
     folder = Path(args.target)
@@ -60,10 +57,14 @@ def generate(args: argparse.Namespace) -> int:
     dtype = runtime.DTYPES[info.dtype]
     target = load_target(folder, dtype)
     draft = load_draft(Path(args.draft), target) if args.draft else None
+    if draft is not None:
+        warn_beyond_training(draft, requests)
     print("compiling (once per shape; kept for later runs)", file=sys.stderr)
     ends = () if args.ignore_eos else eos_ids(folder, tokenizer)
     streams = {index: TextStream(tokenizer, stops) for index in range(len(requests))}
     answers: list[Answer] = []
+    texts: dict[int, str] = {}  # finished before an earlier prompt's
+    shown = 0
     for event in decode(
         target, draft, requests, draft_length=args.draft_length if draft is not None else 0,
         batch=1 if args.stream else args.batch, eos=ends, tokenizer=tokenizer, logprobs=args.logprobs,
@@ -79,9 +80,23 @@ def generate(args: argparse.Namespace) -> int:
             print(streams[event.index].finish(), flush=True)
         else:
             text = event.answer.stopped_text
-            print(decode_text(tokenizer, event.answer.token_ids) if text is None else text, flush=True)
+            texts[event.index] = decode_text(tokenizer, event.answer.token_ids) if text is None else text
+            while shown in texts:
+                print(texts.pop(shown), flush=True)
+                shown += 1
     _summary(answers, draft is not None)
     return 0
+
+
+def warn_beyond_training(draft: Draft, requests: Sequence[Request]) -> None:
+    """Say once that texts may grow longer than anything the draft was trained on."""
+    trained = draft.config.trained_length
+    longest = max(len(request.tokens) + request.max_new_tokens for request in requests)
+    if trained is not None and longest > trained:
+        logger.warning(
+            "up to %d tokens of prompt and answer, but the draft was trained on %d: the text stays right, but fewer "
+            "drafts may be accepted beyond that", longest, trained,
+        )  # fmt: skip
 
 
 def _record(answer: Answer, text: str, args: argparse.Namespace) -> dict[str, object]:
@@ -124,8 +139,12 @@ def _pairs(values: list[str], flag: str) -> dict[str, Path]:
     pairs = {}
     for value in values:
         name, sign, path = value.partition("=")
-        if not (name and sign and path):
-            raise InputError(expected=f"{flag} NAME=PATH", found=value, remedy=f"For example {flag} gsm8k=gsm8k.jsonl.")
+        if not (name and sign and path) or name in pairs:
+            raise InputError(
+                expected=f"{flag} NAME=PATH, each name once",
+                found=value,
+                remedy=f"For example {flag} gsm8k=gsm8k.jsonl.",
+            )
         pairs[name] = Path(path)
     return pairs
 
@@ -142,7 +161,11 @@ def bench(args: argparse.Namespace) -> int:
             found=f"--methods {args.methods} and {len(drafts)} drafts",
             remedy="For example --methods plain,eagle3 --draft NAME=DIR.",
         )
-    lengths = [int(value) for value in args.draft_length.split(",")]
+    for flag, values in (("--draft-length", args.draft_length), ("--temperatures", args.temperatures)):
+        if len(set(values)) < len(values):
+            raise InputError(expected=f"every value of {flag} once", found=str(values), remedy="Drop the repetition.")
+    if Path(args.out).exists() and not Path(args.out).is_dir():
+        raise InputError(expected="a folder as --out", found=f"the file {args.out}", remedy="Choose another name.")
     info = runtime.start(args.device, args.dtype, args.cache_dir)
     print(info, file=sys.stderr)
     folder = Path(args.target)
@@ -154,7 +177,9 @@ def bench(args: argparse.Namespace) -> int:
         for index, row in enumerate(read_jsonl(path)[: args.limit]):
             where = f"row {index + 1} of {path}"
             prompts.append(encode_prompt(tokenizer, prompt_messages(row, where), where))
-            check_request(Request(prompts[-1], max_new_tokens=args.max_new_tokens), config, index)
+            for temperature in args.temperatures:
+                request = Request(prompts[-1], max_new_tokens=args.max_new_tokens, temperature=temperature)
+                check_request(request, config, index)
         tasks[name] = prompts
     target = load_target(folder, runtime.DTYPES[info.dtype])
     methods = [benchmark.Method("plain")]
@@ -162,9 +187,12 @@ def bench(args: argparse.Namespace) -> int:
         methods.append(benchmark.Method("hf"))
     for name, path in drafts.items():
         draft = load_draft(path, target)
-        methods += [benchmark.Method("eagle3", name, draft, length) for length in lengths]
+        warn_beyond_training(
+            draft, [Request(ids, max_new_tokens=args.max_new_tokens) for prompts in tasks.values() for ids in prompts]
+        )
+        methods += [benchmark.Method("eagle3", name, draft, length) for length in args.draft_length]
     records = benchmark.run_bench(
-        target, folder, methods, tasks, temperatures=[float(value) for value in args.temperatures.split(",")],
+        target, folder, methods, tasks, temperatures=args.temperatures,
         max_new_tokens=args.max_new_tokens, eos=eos_ids(folder, tokenizer), out=Path(args.out),
     )  # fmt: skip
     print(benchmark.render(records))

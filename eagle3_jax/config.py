@@ -303,7 +303,7 @@ class DraftConfig:
             raise InputError(
                 expected=f"only keys of the canonical draft folder in {where}",
                 found=f"also {', '.join(unread)}",
-                remedy="Convert drafts of other layouts with `python -m convert.draft SRC DST --to canonical`.",
+                remedy="Drafts of other layouts have to be rewritten as a canonical folder first.",
             )
         need = lambda key: _required(config, key, where)
         for key, only in (

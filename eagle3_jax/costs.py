@@ -2,8 +2,10 @@
 
     speedup = tau / (verify(K + 1) + K x draft step + catch-up(K + 1))
 
-with all three in units of a plain step. What a measured speedup falls short of this is overhead: the host, and whatever
-else a round does.
+with all three in units of a plain step. What a measured speedup falls short of this is overhead: the host, and
+whatever else a round does. The model is a little pessimistic, so that a measured speedup may also exceed it: it charges
+K layers of the draft where a round runs K - 1 (the first draft comes out of catching up), and every part as a program
+of its own.
 """
 
 from __future__ import annotations

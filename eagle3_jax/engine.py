@@ -290,6 +290,12 @@ def decode(
     for name, value, least in (("batch", batch, 1), ("draft_length", draft_length, 0)):
         if value < least:
             raise InputError(expected=f"{name} of at least {least}", found=str(value), remedy="Correct the value.")
+    if draft_length >= target.config.context_limit:
+        raise InputError(
+            expected=f"a draft_length below the target's context of {target.config.context_limit} tokens",
+            found=str(draft_length),
+            remedy="Chains of 2 to 8 drafts are usual.",
+        )
     if (draft_length > 0) != (draft is not None):
         raise InputError(
             expected="a draft exactly when draft_length is above 0",

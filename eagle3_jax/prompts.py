@@ -23,9 +23,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         raise InputError(expected=f"a jsonl file at {path}", found="no such file", remedy="Check the path.")
+    return read_lines(path.read_text(encoding="utf-8-sig", errors="replace"), str(path))
+
+
+def read_lines(text: str, path: str) -> list[dict[str, Any]]:
+    """The rows of a jsonl text; `path` is for messages. Raises as `read_jsonl`."""
     rows = []
     # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for line ends.
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -49,7 +54,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def prompt_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
-    """The messages that ask a prompt's first question: `messages` up to the first answer, or the first turn.
+    """What is to be answered: `messages` up to the last user turn, or the first of `turns`.
+
+    An answer after that turn, as data sets have one, is not part of the question.
 
     Raises:
       InputError: a row of no known form, or without a user's text.
@@ -61,7 +68,8 @@ def prompt_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
                 break
             messages.append({"role": str(message["role"]), "content": message["content"]})
         else:
-            return messages
+            users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+            return messages[: users[-1] + 1] if users else messages
     elif isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
     elif isinstance(row.get("turns"), list) and row["turns"] and isinstance(row["turns"][0], str):

@@ -38,6 +38,30 @@ class Runtime:
         return f"platform {self.platform}, device {self.device}, dtype {self.dtype}, matmul precision {self.precision}"
 
 
+# How libraries of a GPU fail to start when another process holds its memory, mostly without a word about memory.
+_FULL_MEMORY = (
+    "RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY", "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_NOT_INITIALIZED", "DNN library initialization failed",
+)  # fmt: skip
+
+
+def looks_like_full_memory(error: BaseException) -> bool:
+    """Whether an error is, or hides, a device without free memory."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in _FULL_MEMORY)
+
+
+def full_memory(found: str) -> InputError:
+    """What to say about it."""
+    return InputError(
+        expected="enough free memory on the device",
+        found=found.splitlines()[0] if found else "none left",
+        remedy="Another process may hold it: jax takes 75 % of a GPU at its start unless "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION or XLA_PYTHON_CLIENT_PREALLOCATE=false say otherwise. Or use fewer rows "
+        "(--batch, --batch_rows), shorter ones, or --dtype bfloat16.",
+    )
+
+
 def start(device: str | None = None, dtype: str | None = None, cache_dir: str | None = None) -> Runtime:
     """Choose the device, the precision and the compilation cache.
 
@@ -55,8 +79,11 @@ def start(device: str | None = None, dtype: str | None = None, cache_dir: str | 
     try:
         first = jax.devices()[0]
         found = first.platform
-    except RuntimeError as error:
-        first, found = None, str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:
+        if looks_like_full_memory(error):
+            raise full_memory(str(error)) from error
+        # jax 0.10 asserts, without a message, when no plugin for the platform is installed.
+        first, found = None, (str(error) or "no such platform in this installation of jax").splitlines()[0]
     kind = "gpu" if found in ("gpu", "cuda", "rocm") else found
     # In a process that has used jax before, another platform is kept without an error.
     if first is None or device not in (None, kind):

@@ -102,7 +102,7 @@ def vocab_from_offsets(
             expected="t2d to flag exactly the tokens that d2t maps to",
             found=f"{int((member != np.asarray(vocab.t2d)).sum())} differing tokens in {where}"
             + ("; d2t is all zeros, so it maps to the first ids" if not offsets.any() else ""),
-            remedy="d2t may hold absolute ids instead of offsets; convert the draft with `python -m convert.draft`.",
+            remedy="d2t may hold absolute ids instead of offsets: an offset is the target's id minus the draft's.",
         )
     return vocab
 

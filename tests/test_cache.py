@@ -71,8 +71,9 @@ def test_the_smallest_bucket_that_holds_is_taken() -> None:
         assert cache_bucket(bucket + 1, 10**6) == following
 
 
-def test_beyond_the_buckets_the_model_limit_decides() -> None:
+def test_beyond_the_buckets_their_largest_is_the_step() -> None:
     last = CACHE_BUCKETS[-1]
-    assert cache_bucket(last + 1, 131080) == cache_bucket(131080, 131080) >= 131080
+    assert cache_bucket(last + 1, 131080) == cache_bucket(2 * last, 131080) == 2 * last
+    assert 131080 <= cache_bucket(131080, 131080) < 131080 + last
     with pytest.raises(InputError, match=f"at most 9000.*found {last + 2000}"):
         cache_bucket(last + 2000, 9000)

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from eagle3_jax import cli, prompts
+from eagle3_jax import cli, commands, prompts
 from eagle3_jax.checkpoint import load_target, save_draft
 from eagle3_jax.errors import InputError
+from eagle3_jax.training.commands import _answered
 from tests import tiny, tiny_tokenizers
 
 pytestmark = pytest.mark.smoke
@@ -106,20 +107,49 @@ def test_a_stop_string_cuts_the_text_and_keeps_its_tokens(folders, capsys):
 def test_a_dead_draft_is_warned_about(folders, capsys, tmp_path):
     target, draft = folders
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "hello there"}] * 2)
-    _, _, notes = run(
-        capsys,
-        "generate",
-        "--target",
-        target,
-        "--draft",
-        draft,
-        "--prompts",
-        file,
-        "--max-new-tokens",
-        40,
-        "--ignore-eos",
-    )
-    assert "almost no draft is accepted" in notes
+    common = ("generate", "--target", target, "--prompts", file, "--ignore-eos")
+    _, _, notes = run(capsys, *common, "--draft", draft, "--max-new-tokens", 40)
+    assert "80 tokens, 78 passes, tau 1.00" in notes
+    for cause in (
+        "another target",
+        "taps",
+        "rotary base",
+        "norm flags",
+        "vocabulary map",
+        "chat template",
+        "untrained",
+    ):
+        assert cause in notes
+    # Too few passes to judge by, and nothing to judge.
+    for arguments in (("--draft", draft, "--max-new-tokens", 20), ("--max-new-tokens", 40)):
+        assert "almost no draft is accepted" not in run(capsys, *common, *arguments)[2]
+
+
+def test_the_generation_configs_end_tokens_end_an_answer_unless_ignored(folders, capsys, tmp_path):
+    target = shutil.copytree(folders[0], tmp_path / "target")
+    common = ("generate", "--target", target, "--prompt", "hello", "--max-new-tokens", 32, "--json")
+    free = json.loads(run(capsys, *common, "--ignore-eos")[1])["token_ids"]
+    end = free[4]
+    settings = json.loads((target / "generation_config.json").read_text())
+    (target / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [7, end]}))
+    answer = json.loads(run(capsys, *common)[1])
+    assert answer["finish_reason"] == "stop"
+    assert answer["token_ids"] == free[: free.index(end) + 1]
+    ignored = json.loads(run(capsys, *common, "--ignore-eos")[1])
+    assert ignored["finish_reason"] == "length"
+    assert ignored["token_ids"] == free
+    assert len(free) == 32
+
+
+def test_an_absent_device_is_refused_at_once(folders):
+    command = ["-c", "import sys; from eagle3_jax.cli import main; sys.exit(main())", "generate", "--device", "gpu"]
+    done = subprocess.run(
+        [sys.executable, *command, "--target", str(folders[0]), "--prompt", "x"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("eagle3-jax: expected a gpu device; found ")
+    assert done.stdout == ""
 
 
 def broken_target(folder: Path, target: Path, how: str) -> Path:
@@ -141,6 +171,17 @@ def broken_target(folder: Path, target: Path, how: str) -> Path:
         save_file(tensors, weights)
     elif how == "unknown tensor":
         save_file(load_file(weights) | {"model.extra.weight": np.zeros(3, np.float32)}, weights)
+    elif how == "missing shard":
+        names = dict.fromkeys(load_file(weights), "model-00001-of-00002.safetensors")
+        weights.rename(folder / "model-00001-of-00002.safetensors")
+        names["lm_head.weight"] = "model-00002-of-00002.safetensors"
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    elif how == "rotary":
+        # The weights are gone: the config is judged before they are looked for.
+        weights.unlink()
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"rope_scaling": {"rope_type": "foo"}, "rope_parameters": None})
+        )
     return folder
 
 
@@ -153,6 +194,8 @@ def broken_target(folder: Path, target: Path, how: str) -> Path:
         ("not json", "does not parse"),
         ("shape", "model.norm.weight has shape"),
         ("unknown tensor", "model.extra.weight"),
+        ("missing shard", "model-00002-of-00002.safetensors"),
+        ("rotary", "foo"),
     ],
 )
 def test_a_broken_target_is_refused_in_one_paragraph(folders, capsys, tmp_path, how, words):
@@ -174,7 +217,10 @@ def test_a_broken_target_is_refused_in_one_paragraph(folders, capsys, tmp_path, 
         (("--prompt", ""), "empty prompt"),
         (("--prompt", "   "), "empty prompt"),
         (("--prompt", "word " * 400), "context of 128 tokens"),
-        (("--prompt", "x", "--max-new-tokens", "0"), "max_new_tokens"),
+        (("--prompt", "x", "--max-new-tokens", "0"), "--max-new-tokens: 0, which must be at least 1"),
+        (("--prompt", "x", "--batch", "many"), "invalid integer value: 'many'"),
+        (("--prompt", "x", "--prompts", "y"), "not allowed with"),
+        (("--prompt", "x", "--draft-length", "128", "--draft", "DRAFT"), "draft_length below the target's context"),
         (("--prompt", "x", "--top-p", "0"), "top_p"),
         (("--prompt", "x", "--method", "eagle3"), "--draft"),
         (("--prompt", "x", "--draft", "/nowhere"), "/nowhere"),
@@ -183,11 +229,49 @@ def test_a_broken_target_is_refused_in_one_paragraph(folders, capsys, tmp_path, 
     ],
 )
 def test_bad_arguments_are_refused(folders, capsys, arguments, words):
+    arguments = [folders[1] if argument == "DRAFT" else argument for argument in arguments]
     code, out, notes = run(capsys, "generate", "--target", folders[0], *arguments)
     assert code == 2
     assert out == ""
     assert words in notes
     assert "Traceback" not in notes
+    assert len([line for line in notes.splitlines() if line.startswith("eagle3-jax: expected ")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"--draft-length": "4,x"}, "invalid list of integers value: '4,x'"),
+        ({"--draft-length": "2,0"}, "--draft-length: 2,0, which must be at least 1"),
+        ({"--draft-length": "4,4"}, "every value of --draft-length once"),
+        ({"--temperatures": "0,x"}, "--temperatures"),
+        ({"--temperatures": "0,-1"}, "temperature 0 (greedy) or from"),
+        ({"--limit": "0"}, "--limit: 0, which must be at least 1"),
+        ({"--tasks": "t=FILE t=FILE"}, "--tasks NAME=PATH, each name once"),
+        ({"--methods": "plain,magic"}, "--methods"),
+        ({"--out": "FILE"}, "a folder as --out"),
+    ],
+)
+def test_a_bench_that_cannot_be_meant_is_refused_before_anything_is_loaded(
+    folders, capsys, tmp_path, monkeypatch, changes, words
+):
+    monkeypatch.setattr("eagle3_jax.commands.load_target", None)
+    file = write_jsonl(tmp_path / "task.jsonl", [{"prompt": "one"}])
+    given = {
+        "--target": str(folders[0]),
+        "--draft": f"d={folders[1]}",
+        "--tasks": "t=FILE",
+        "--out": str(tmp_path / "out"),
+    }
+    arguments = [
+        part
+        for name, value in (given | changes).items()
+        for part in (name, *value.replace("FILE", str(file)).split(" "))
+    ]
+    code, out, notes = run(capsys, "bench", *arguments)
+    assert (code, out) == (2, "")
+    assert words in notes
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -234,15 +318,23 @@ def test_faults_of_ours_and_full_memory_have_their_own_exit_codes(folders, capsy
     fail(RuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 5 bytes"))
     code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompt", "x")
     assert (code, "XLA_PYTHON_CLIENT_MEM_FRACTION" in notes) == (2, True)
+    # Libraries that cannot start on a full GPU do not say why.
+    fail(RuntimeError("INTERNAL: the library cublas was not initialized: CUBLAS_STATUS_NOT_INITIALIZED"))
+    code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompt", "x")
+    assert (code, "XLA_PYTHON_CLIENT_MEM_FRACTION" in notes) == (2, True)
+    message = "Unable to initialize backend 'cuda': INTERNAL: no context: CUDA_ERROR_OUT_OF_MEMORY: out of memory"
+    with monkeypatch.context() as patch:
+        patch.setattr("jax.devices", lambda *_: (_ for _ in ()).throw(RuntimeError(message)))
+        code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompt", "x")
+    assert (code, "XLA_PYTHON_CLIENT_MEM_FRACTION" in notes) == (2, True)
     monkeypatch.setattr("eagle3_jax.commands.load_target", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompt", "x")
     assert (code, "interrupted" in notes) == (130, True)
 
 
 def test_unknown_flags_and_unknown_fields_are_refused(folders, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["generate", "--target", str(folders[0]), "--prompt", "x", "--tempratur", "1"])
-    assert stopped.value.code == 2
+    code, _, notes = run(capsys, "generate", "--target", folders[0], "--prompt", "x", "--tempratur", "1")
+    assert (code, "--tempratur 1" in notes) == (2, True)
     code, _, notes = run(capsys, "train", "configs/smollm2_135m.py", "--lerning_rate", "1")
     assert (code, "Did you mean --learning_rate?" in notes) == (2, True)
     code, _, notes = run(capsys, "train", "configs/nothing.py")
@@ -255,9 +347,13 @@ def test_line_separators_inside_a_string_do_not_split_a_row(tmp_path):
     assert prompts.read_jsonl(file) == [{"prompt": "a\u2028b\u0085c"}]
 
 
-def test_prompt_forms_ask_the_first_question():
+def test_what_each_form_of_prompt_asks():
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     assert prompts.prompt_messages({"messages": messages}, "row") == messages
+    answered = [*messages, {"role": "assistant", "content": "a"}]
+    assert prompts.prompt_messages({"messages": answered}, "row") == messages
+    again = [*answered, {"role": "user", "content": "v"}]
+    assert prompts.prompt_messages({"messages": again}, "row") == again
     assert prompts.prompt_messages({"turns": ["a", "b"]}, "row") == [{"role": "user", "content": "a"}]
     for bad in ({"messages": [{"role": "user"}]}, {"turns": []}, {"prompt": 3}, {}):
         with pytest.raises(InputError):
@@ -273,6 +369,9 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
     assert code == 0
     whole = answers.read_bytes()
     answers.write_bytes(whole + b'{"id": "4", "resp')  # as an interruption would leave it
+    for arguments in (("--batch", 0), ("--batch", 0, "--force"), ("--target", tmp_path)):
+        assert run(capsys, *regenerate, *arguments)[0] == 2
+    assert answers.read_bytes().startswith(whole)  # refused: nothing is lost
     code, _, notes = run(capsys, *regenerate, "--batch", 4)
     assert (code, "8 prompts to answer, 4 answered before" in notes) == (0, True)
     rows = [json.loads(line) for line in answers.read_text().splitlines()]
@@ -291,19 +390,36 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
         "train", "configs/smollm2_135m.py", *fields, "--features", features, "--output", output, "--updates", 4,
         "--schedule", "((2,1),(2,2))", "--warmup", 1, "--held_out_rows", 2, "--draft_vocab_size", 96,
     )  # fmt: skip
-    code, out, notes = run(capsys, *train)
+    code, out, notes = run(capsys, *train, "--dry-run")
+    assert (code, output.exists()) == (0, False)
+    sizes = json.loads(out)["bytes"]
+    assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
+    assert sizes["optimiser"] == 2 * sizes["draft"] + 8
+    code, out, notes = run(capsys, *train, "--profile", tmp_path / "profile", "--log_every", 2)
     assert code == 0, notes
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert json.loads(out)["updates"] == 4
     assert "update 4/4 steps 2 loss" in notes
     draft = tmp_path / "draft"
     code, out, _ = run(capsys, "export", output, draft)
     assert (code, out.strip()) == (0, str(draft))
     assert run(capsys, "export", output, draft)[0] == 2
-    code, out, _ = run(capsys, "eval", "--target", target, "--draft", draft, "--data", answers, "--limit", 4, "--json")
+    code, out, notes = run(
+        capsys, "eval", "--target", target, "--draft", draft, "--data", answers, "--limit", 4, "--json"
+    )
     assert code == 0
     result = json.loads(out)
     assert result["decoding"]["tau"] >= 1
     assert len(result["teacher_forced"]["joint"]) == 5
+    assert "accepts" not in notes
+    promised = {"joint": [0.9, 0.8], "conditional": [0.9, 0.9], "accuracy": [0.9, 0.9], "cross_entropy": [0.1, 0.1]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle3_jax.training.loop.evaluate_rows", lambda *_: promised)
+        code, out, notes = run(
+            capsys, "eval", "--target", target, "--draft", draft, "--data", answers, "--limit", 2, "--draft-length", 2
+        )
+    assert (code, "% less than teacher forcing promises" in notes) == (0, True)
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["teacher_forced", "decoding"]
 
     bench = tmp_path / "bench"
     code, out, _ = run(
@@ -319,6 +435,47 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
     assert [record["modelled_speedup"] is None for record in records] == [True, True, False, False]
     assert "| method |" in (bench / "report.md").read_text()
     assert "identical" in out
+
+
+def test_answers_written_before_are_known_and_nothing_of_them_is_lost(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    assert _answered(file) == set()
+    file.write_text('{"id": 1}\n{"id": null}\n{"response": "x"}\n{"id": "b"}')  # whole, but for the last line's end
+    assert _answered(file) == {"1", "b"}
+    assert file.read_text().endswith('{"id": "b"}\n')
+    file.write_text('{"id": 1}\n{"id": 2, "resp')
+    assert _answered(file) == {"1"}
+    assert file.read_text() == '{"id": 1}\n'
+    for text in ("settings: 1", '{"id": 1}\nsettings\n{"id": 2'):  # some other file: left as it is
+        file.write_text(text)
+        with pytest.raises(InputError):
+            _answered(file)
+        assert file.read_text() == text
+
+
+def test_texts_come_in_the_order_of_their_prompts(folders, capsys, tmp_path, monkeypatch):
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in ("one two", "b", "c d e")])
+    common = ("generate", "--target", folders[0], "--prompts", file, "--max-new-tokens", 8)
+    _, expected, _ = run(capsys, *common)
+    real = commands.decode
+    monkeypatch.setattr(commands, "decode", lambda *args, **options: reversed(list(real(*args, **options))))
+    assert run(capsys, *common)[1] == expected
+
+
+def test_a_config_that_does_not_run_is_refused(capsys, tmp_path):
+    for text, words in (("config = (", "SyntaxError"), ("def config():\n    return 1 / 0", "ZeroDivisionError")):
+        file = tmp_path / "mine.py"
+        file.write_text(text)
+        code, _, notes = run(capsys, "train", file)
+        assert (code, words in notes, "Traceback" in notes) == (2, True, False)
+
+
+def test_a_draft_that_serves_longer_than_it_was_trained_says_so(folders, capsys, tmp_path):
+    target = load_target(folders[0])
+    save_draft(tmp_path / "draft", tiny.draft(target, taps=(0, 1, 2), trained_length=32))
+    common = ("generate", "--target", folders[0], "--draft", tmp_path / "draft", "--prompt", "x", "--max-new-tokens")
+    assert "the draft was trained on 32" in run(capsys, *common, 40)[2]
+    assert "the draft was trained on" not in run(capsys, *common, 4)[2]
 
 
 def test_a_second_process_compiles_nothing_that_the_first_one_did(folders, tmp_path):

@@ -9,18 +9,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from eagle3_jax import engine
+from eagle3_jax.attention import causal_mask
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Request
 from eagle3_jax.errors import InputError
-from eagle3_jax.generate import admit, decode_round, prefill_chunk
+from eagle3_jax.generate import Structure, admit, decode_round, prefill_chunk
 from eagle3_jax.metrics import tau
-from eagle3_jax.target import Target
+from eagle3_jax.target import Target, target_forward, target_logits
 from tests import tiny
 from tests.tiny_decoding import TOY, answers, install_oracle, oracle, pair_tokenizer, prompts, toy, toy_draft
 
@@ -103,6 +106,43 @@ def test_a_draft_that_is_often_right_does_not_change_the_text(
     for request, text in zip(requests, plain, strict=True):
         said = np.where(rng.random(128) < 0.2, rng.integers(0, 320, 128), text)
         assert texts(t0, oracle(tiny.draft(t0), request.tokens, said), [request], draft_length=width) == [text]
+
+
+def last_logits(target: Target, tokens: Sequence[int], width: int, at: int) -> np.ndarray:
+    """Logits after `tokens`, whose last one stands at place `at` of a block of `width` over the cache of the others."""
+    start = len(tokens) - 1 - at
+    structure = Structure(draft_length=0)
+    state = engine.prefill(
+        target, None, Request(tuple(tokens[:start])), engine.pad_eos([]), structure=structure, cache_length=128
+    )
+    block = jnp.asarray([[*tokens[start:], *[0] * (width - 1 - at)]], jnp.int32)
+    masks = causal_mask(state.target_cache.lengths, width, 128)
+    out = target_forward(
+        target, block, start + jnp.arange(width, dtype=jnp.int32)[None], masks[1], cache=state.target_cache,
+        cache_mask=masks[0],
+    )  # fmt: skip
+    return np.asarray(target_logits(target, out.hidden)[0, at])
+
+
+def test_in_bf16_plain_and_drafted_text_part_at_near_ties_only(t0: Target) -> None:
+    width = 5
+    narrow = t0.replace(params=jax.tree.map(lambda array: array.astype(jnp.bfloat16), t0.params))
+    requests = greedy_requests(48, 64)
+    plain = texts(narrow, None, requests, batch=48)
+    drafted = texts(narrow, tiny.draft(narrow), requests, draft_length=width - 1, batch=48)
+    forks = 0
+    for request, one, two in zip(requests, plain, drafted, strict=True):
+        if one == two:
+            continue
+        forks += 1
+        place = next(index for index, (a, b) in enumerate(zip(one, two)) if a != b)
+        prefix = [*request.tokens, *one[:place]]
+        alone = last_logits(narrow, prefix, 1, 0)
+        blocks = [last_logits(narrow, prefix, width, at) for at in range(min(width, len(prefix) - 1))]
+        second, first = np.sort(alone)[-2:]
+        assert {one[place], two[place]} <= set(np.argsort(alone)[-3:].tolist())
+        assert first - second <= 2 * max(np.abs(block - alone).max() for block in blocks)
+    assert forks < 48
 
 
 @pytest.mark.parametrize("width", [0, 3])
@@ -318,6 +358,14 @@ def test_programs_are_compiled_per_structure_and_not_per_value(monkeypatch: pyte
     structures = len(used) + len({cache for _, cache in used})
     assert programs() - before <= structures
     after = programs()
+    # From here on nothing at all is compiled, not even a small operation of the host's.
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    jax.jit(lambda x: x * 3 + 41)(jnp.zeros(17))
+    assert compiled
+    compiled.clear()
     serve()
     serve(temperature=0.5)
     serve(seed=7)
@@ -326,6 +374,7 @@ def test_programs_are_compiled_per_structure_and_not_per_value(monkeypatch: pyte
         for eos in ([], [1], [1, 2, 3]):
             answers(toy(), toy_draft(), [request], draft_length=2, eos=eos)
     assert programs() == after
+    assert not compiled
 
 
 def resident_bytes() -> int:

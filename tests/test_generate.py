@@ -25,6 +25,7 @@ from eagle3_jax.generate import (
     prefill_chunk,
 )
 from eagle3_jax.metrics import tau
+from eagle3_jax.target import Target
 from tests import tiny
 from tests.tiny_decoding import (
     NO_EOS,
@@ -207,6 +208,23 @@ def test_rounds_only_append_to_the_caches(
             assert new[:, :, length:now].any(axis=(0, 1, 3)).all()
 
 
+@pytest.mark.parametrize("length", [56, 61, 62])
+def test_rounds_near_the_context_limit_write_nothing_elsewhere(length: int) -> None:
+    """The toy's context is 64 tokens: blocks of 5 reach beyond it, and beyond them the cache ends."""
+    prompt = tuple(np.random.default_rng(length).integers(0, 64, length).tolist())
+    state, structure, sampling = start(toy(), toy_draft(), Request(prompt, max_new_tokens=40), 4, cache_length=64 + 5)
+    caches = lambda: [cache for cache in (state.target_cache, state.draft_cache) if cache is not None]
+    before = [(rows_of(cache), int(cache.lengths[0])) for cache in caches()]
+    while int(state.reason[0]) == RUNNING:
+        state = decode_round(toy(), toy_draft(), state, sampling, NO_EOS, structure=structure)
+    assert int(state.reason[0]) == CONTEXT
+    for (old, length_before), cache in zip(before, caches(), strict=True):
+        new, now = rows_of(cache), int(cache.lengths[0])
+        assert length_before < now < 64
+        np.testing.assert_array_equal(new[:, :, :length_before], old[:, :, :length_before])
+        assert not new[:, :, now:].any()
+
+
 @pytest.mark.parametrize("wrong", [set(), {2, 6, 7, 12}])
 def test_caches_after_blocks_equal_those_of_a_fresh_prefill(
     monkeypatch: pytest.MonkeyPatch, plain: list[int], wrong: set[int]
@@ -244,14 +262,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"draft_length": 0},
     "chain": {"draft_length": 3},
     "chain, bf16 draft, T=0.7": {"draft_length": 3, "temperature": 0.7, "bf16": True},
+    "chain, all in bf16, T=0.7": {"draft_length": 3, "temperature": 0.7, "bf16": True, "bf16_target": True},
     "chain, filters": {"draft_length": 3, "top_k": 6, "top_p": 0.8},
     "oracle": {"draft_length": 3, "oracle": True},
 }
 
 
-def sample_texts(draft_length: int, seed: int, *, bf16: bool, use_oracle: bool, request: Request) -> np.ndarray:
+def sample_texts(
+    target: Target, draft_length: int, seed: int, *, bf16: bool, use_oracle: bool, request: Request
+) -> np.ndarray:
     """[SAMPLES, 3] tokens decided by rounds after TOY_PROMPT, each row with its own seed."""
-    target, draft = eight_tokens(), None
+    draft = None
     if draft_length:
         draft = tiny.draft(target, size=5, taps=(0, 1, 3))
         if bf16:
@@ -285,16 +306,16 @@ def sample_texts(draft_length: int, seed: int, *, bf16: bool, use_oracle: bool, 
 def check_samples(monkeypatch: pytest.MonkeyPatch, setting: str, seeds: range) -> None:
     install_oracle(monkeypatch)
     options = dict(SETTINGS[setting])
-    draft_length, bf16, use_oracle = (
-        options.pop("draft_length"),
-        options.pop("bf16", False),
-        options.pop("oracle", False),
-    )
+    draft_length = options.pop("draft_length")
+    bf16, bf16_target, use_oracle = (options.pop(name, False) for name in ("bf16", "bf16_target", "oracle"))
+    target = eight_tokens()
+    if bf16_target:
+        target = target.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params))
     request = Request(TOY_PROMPT, **({"temperature": 1.0} | options))
     filters = request.top_k > 0 or request.top_p < 1
-    exact = exact_joint(eight_tokens(), TOY_PROMPT, sampling_of([request]), filters=filters)
+    exact = exact_joint(target, TOY_PROMPT, sampling_of([request]), filters=filters)
     for seed in seeds:
-        texts = sample_texts(draft_length, seed, bf16=bf16, use_oracle=use_oracle, request=request)
+        texts = sample_texts(target, draft_length, seed, bf16=bf16, use_oracle=use_oracle, request=request)
         counts = np.zeros(exact.shape)
         np.add.at(counts, tuple(texts.T), 1)
         assert counts.sum() == SAMPLES
@@ -302,7 +323,7 @@ def check_samples(monkeypatch: pytest.MonkeyPatch, setting: str, seeds: range) -
 
 
 def test_sampled_text_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_samples(monkeypatch, "chain, bf16 draft, T=0.7", range(1))
+    check_samples(monkeypatch, "chain, all in bf16, T=0.7", range(1))
 
 
 @pytest.mark.full

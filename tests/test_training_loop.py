@@ -148,7 +148,7 @@ def test_a_run_learns_and_says_so(straight: tuple[Path, Result], settings: Train
     np.testing.assert_allclose([entry["learning_rate"] for entry in updates], rates, rtol=1e-5)
     assert updates[-1]["learning_rate"] == pytest.approx(settings.final_learning_rate, rel=1e-4)
     for entry in updates:
-        assert entry["clipped"] == (entry["gradient_norm"] > settings.clip)
+        assert entry["clipped"] == float(entry["gradient_norm"] > settings.clip)  # every update is logged
         assert entry["skipped"] == 0
         assert entry["tokens_per_second"] > 0
         assert entry["loss"] == pytest.approx(entry["cross_entropy"][0] + 0.8 * entry["cross_entropy"][1], rel=1e-5)
@@ -335,6 +335,66 @@ def test_every_shipped_recipe_runs(settings: TrainConfig, tmp_path: Path, path: 
     )  # fmt: skip
     assert train(config).finished
     assert [entry["steps"] for entry in logged(tmp_path / "run") if "steps" in entry] == [1, 2]
+
+
+def test_a_profile_is_taken_of_updates_that_are_warm(settings: TrainConfig, tmp_path: Path):
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), updates=7, schedule=((7, 2),))
+    train(config, profile=tmp_path / "profile")
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize("rows", [4, 2])
+def test_accumulation_changes_neither_the_rows_nor_the_learning_rates(settings: TrainConfig, tmp_path: Path, rows: int):
+    """Updates of four rows, whole and in parts: the same log and weights, but for the order of additions."""
+    config = dataclasses.replace(
+        settings, updates=4, schedule=((4, 2),), held_out_rows=0, batch_rows=4, output=str(tmp_path / "whole")
+    )
+    train(config)
+    parts = dataclasses.replace(config, batch_rows=rows // 2, accumulation=8 // rows, output=str(tmp_path / "parts"))
+    train(parts)
+    whole, accumulated = logged(tmp_path / "whole"), logged(tmp_path / "parts")
+    assert [entry["learning_rate"] for entry in whole] == [entry["learning_rate"] for entry in accumulated]
+    np.testing.assert_allclose([e["loss"] for e in whole], [e["loss"] for e in accumulated], rtol=1e-5)
+    pairs = zip(
+        jax.tree.leaves(saved(tmp_path / "whole")["params"]), jax.tree.leaves(saved(tmp_path / "parts")["params"])
+    )
+    for one, two in pairs:
+        # Adam divides by the gradient's own size, so that what rounds to nothing may still move by a learning rate.
+        np.testing.assert_allclose(one, two, atol=2e-5)
+
+
+def test_an_update_with_nothing_to_learn_is_skipped_and_said_to_be(
+    settings: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    calls, real = [], loop.supervised
+
+    def blind(row: Any, supervise: str) -> Any:
+        calls.append(None)
+        second = BATCH < len(calls) <= 2 * BATCH
+        return real(row, supervise) | ({"spans": np.zeros_like(row["spans"])} if second else {})
+
+    monkeypatch.setattr(loop, "supervised", blind)
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), updates=3, schedule=((3, 2),), held_out_rows=0)
+    train(config)
+    entries = logged(tmp_path / "run")
+    assert [entry["loss"] == "skipped" for entry in entries] == [False, True, False]
+    assert [entry["skipped"] for entry in entries] == [0, 1, 1]
+    assert "SKIPPED (1 so far)" in capsys.readouterr().err
+    assert int(saved(tmp_path / "run")["skipped"]) == 1
+
+
+@pytest.mark.full
+def test_two_hundred_updates_at_the_recipes_rate_stay_finite(settings: TrainConfig, tmp_path: Path):
+    recipe = load_config(Path(__file__).parents[1] / "configs" / "smollm2_135m.py")
+    rates = {name: getattr(recipe, name) for name in ("learning_rate", "final_learning_rate", "warmup", "clip")}
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), updates=200, schedule=((150, 1), (50, 7)), **rates, log_every=10
+    )
+    train(config)
+    entries = [entry for entry in logged(tmp_path / "run") if "loss" in entry]
+    assert entries[-1]["skipped"] == 0
+    assert all(0 <= entry["clipped"] <= 1 for entry in entries)
+    assert entries[-1]["gradient_norm"] < 10 * entries[0]["gradient_norm"]
 
 
 def small_state(update: int) -> TrainState:

@@ -310,13 +310,14 @@ def test_a_document_never_changes_its_neighbour(d0: Draft, edited: int):
 def test_the_gradient_of_a_reply_does_not_depend_on_the_length_of_its_prompt(t0: Target, d0: Draft):
     # With values of zero nothing of the prompt reaches the reply, so only a wrong average could tell prompts apart.
     draft = dataclasses.replace(d0, params=dataclasses.replace(d0.params, v=jnp.zeros_like(d0.params.v)))
-    reply, found = tiny.training_batch(d0, [[1] * 16, [0] * 16], [[0] + [1] * 5 + [0] * 10, [0] * 16]), []
+    length, found = 216, []
+    reply = tiny.training_batch(d0, [[1] * length, [0] * length], [[0] + [1] * 5 + [0] * 210, [0] * length])
     head, optimizer = label_head(t0, draft), optax.trace(decay=0.0)  # its state is the update's gradient
     step = make_train_step(optimizer, decay=DECAY)
-    for prompt in (0, 10):
+    for prompt in (10, 200):
         batch = jax.tree.map(lambda values, prompt=prompt: jnp.roll(values, prompt, axis=1), reply)
-        documents = jnp.asarray([[1] * (prompt + 6) + [0] * (10 - prompt), [0] * 16], jnp.int32)
-        positions = jnp.arange(16, dtype=jnp.int32)[None] * documents
+        documents = jnp.asarray([[1] * (prompt + 6) + [0] * (210 - prompt), [0] * length], jnp.int32)
+        positions = jnp.arange(length, dtype=jnp.int32)[None] * documents
         batch = dataclasses.replace(batch, documents=documents, positions=positions)
         params = jax.tree.map(jnp.copy, draft.params)
         state = TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0))

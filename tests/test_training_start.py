@@ -9,10 +9,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from eagle3_jax.checkpoint import fingerprint, load_target, save_draft
+from eagle3_jax import cli
+from eagle3_jax.checkpoint import fingerprint, load_draft, load_target, save_draft
 from eagle3_jax.errors import InputError
 from eagle3_jax.training import loop
 from eagle3_jax.training.checkpoint import RunFolder
@@ -79,7 +81,47 @@ def test_a_draft_of_another_shape_is_not_continued(settings: TrainConfig, begun:
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_all_tokens_but_the_first_of_each_document_are_supervised_on_demand() -> None:
+def test_the_drafts_own_settings_reach_its_folder_and_weights_stay_fp32(settings: TrainConfig, tmp_path: Path) -> None:
+    """From a bf16 target and in bf16 compute: masters, moments and everything that a save could lose."""
+    folder = tmp_path / "target"
+    model = tiny.hf_target(num_hidden_layers=8, head_dim=32).bfloat16()
+    model.save_pretrained(folder)
+    tiny_tokenizers.chatml(tiny_tokenizers.SHORT_TEMPLATE, size=300).save_pretrained(folder)
+    switches = {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
+    config = dataclasses.replace(
+        settings, target=str(folder), output=str(tmp_path / "run"), taps=(), rope_theta=5e5, compute_dtype="bfloat16",
+        **switches,
+    )  # fmt: skip
+    train(config)
+    run = RunFolder(tmp_path / "run")
+    state = run.manager.restore(run.latest())
+    _, shape, vocab = run.read()
+    run.close()
+    assert {leaf.dtype for leaf in jax.tree.leaves((state["params"], state["opt_state"]))} <= {
+        np.dtype("float32"), np.dtype("int32"),
+    }  # fmt: skip
+    # One rule gives the taps, whoever asks.
+    target = load_target(folder)
+    assert shape.taps == target.config.default_taps == (2, 4, 5)
+    assert state["params"]["q"].shape == (4, 32, 128)
+    assert cli.main(["export", config.output, str(tmp_path / "draft"), "--dtype", "float32"]) == 0
+    draft = load_draft(tmp_path / "draft", target)
+    assert (draft.config.rope.theta, draft.config.taps, draft.config.head_dim) == (5e5, (2, 4, 5), 32)
+    for name in switches:
+        assert getattr(draft.config, name)
+    np.testing.assert_array_equal(draft.vocab.d2t, vocab.d2t)
+    np.testing.assert_array_equal(draft.params.q, state["params"]["q"])
+    # A draft kept in bf16 is continued in fp32.
+    assert cli.main(["export", config.output, str(tmp_path / "narrow")]) == 0
+    train(dataclasses.replace(config, output=str(tmp_path / "next"), init=str(tmp_path / "narrow")))
+    run = RunFolder(tmp_path / "next")
+    params = run.manager.restore(run.latest())["params"]
+    run.close()
+    assert params["q"].dtype == np.float32
+    np.testing.assert_array_equal(params["q"], np.asarray(draft.params.q).astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+def test_all_tokens_but_the_first_two_of_each_document_are_supervised_on_demand() -> None:
     row = {
         "tokens": np.arange(7),
         "spans": np.asarray([0, 0, 1, 0, 0, 2, 0], np.int32),
@@ -87,7 +129,7 @@ def test_all_tokens_but_the_first_of_each_document_are_supervised_on_demand() ->
         "positions": np.asarray([0, 1, 2, 0, 1, 2, 0], np.int32),
     }
     assert supervised(row, "replies") is row
-    assert supervised(row, "all")["spans"].tolist() == [0, 1, 1, 0, 2, 2, 0]
+    assert supervised(row, "all")["spans"].tolist() == [0, 0, 1, 0, 0, 2, 0]
 
 
 def test_a_run_trains_on_what_it_is_told_to_and_is_evaluated_on_replies(

@@ -103,8 +103,14 @@ class RunFolder:
         Raises:
           InputError: naming the fields that differ.
         """
-        recorded, _, _ = self.read()
         given = json.loads(json.dumps(dataclasses.asdict(config)))
+        # A run that was started before a field existed has its default.
+        defaults = {
+            field.name: json.loads(json.dumps(field.default))
+            for field in dataclasses.fields(TrainConfig)
+            if field.default is not dataclasses.MISSING
+        }
+        recorded = defaults | self.read()[0]
         differing = [name for name in given if name not in _FREE_FIELDS and recorded.get(name) != given[name]]
         if differing:
             raise InputError(

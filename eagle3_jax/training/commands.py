@@ -23,13 +23,14 @@ from eagle3_jax.engine import Request, check_request, decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import conditional_n_alpha, joint_n_alpha, tau
 from eagle3_jax.params import abstract_params
-from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl
+from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl, read_lines
 from eagle3_jax.tokenizer import decode as decode_text
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training import loop
 from eagle3_jax.training.checkpoint import RunFolder
-from eagle3_jax.training.config import TrainConfig, load_config, override
+from eagle3_jax.training.config import TrainConfig, check_row_length, load_config, override
 from eagle3_jax.training.data import encode_file
+from eagle3_jax.training.dry_run import measure_memory
 from eagle3_jax.training.features import Rows, write_features
 from eagle3_jax.training.packing import pack
 from eagle3_jax.training.step import TrainState, make_optimizer
@@ -49,7 +50,15 @@ def train(args: argparse.Namespace) -> int:
     config = _config(args)
     config.check()
     print(runtime.start(args.device, "float32", args.cache_dir), file=sys.stderr)
-    result = loop.train(config)
+    if config.compute_dtype != "float32":
+        print(f"weights and optimiser in float32, activations and products in {config.compute_dtype}", file=sys.stderr)
+    if args.dry_run:
+        sizes = measure_memory(config)
+        for name, size in sizes.items():
+            print(f"{name:<10}{size / 2**20:>10.1f} MiB", file=sys.stderr)
+        print(json.dumps({"bytes": sizes, "updates": config.updates}))
+        return 0
+    result = loop.train(config, profile=None if args.profile is None else Path(args.profile))
     print(json.dumps({"output": config.output, "updates": result.updates, "held_out": result.evaluation}))
     return 0 if result.finished else 130
 
@@ -86,6 +95,8 @@ def evaluate(args: argparse.Namespace) -> int:
     print(info, file=sys.stderr)
     folder = Path(args.target)
     tokenizer = load_tokenizer(folder)
+    limit = TargetConfig.from_hf(read_config(folder), str(folder / "config.json")).context_limit
+    check_row_length(args.row_length, limit)
     encoded, report = encode_file(Path(args.data), tokenizer, max_length=args.row_length)
     logger.info("%s", report)
     encoded = encoded[: args.limit]
@@ -141,8 +152,12 @@ def features(args: argparse.Namespace) -> int:
     # On a CPU too: features are stored in bf16, and this is what the target's own numbers look like in bf16.
     info = runtime.start(args.device, args.dtype or "bfloat16", args.cache_dir)
     print(info, file=sys.stderr)
+    config.check()
+    folder = Path(config.target)
+    limit = TargetConfig.from_hf(read_config(folder), str(folder / "config.json")).context_limit
+    check_row_length(config.row_length, limit)
     packed = loop.packed_rows(config)
-    target = load_target(Path(config.target), runtime.DTYPES[info.dtype])
+    target = load_target(folder, runtime.DTYPES[info.dtype])
     began = time.perf_counter()
 
     def progress(done: int, total: int) -> None:
@@ -156,10 +171,8 @@ def features(args: argparse.Namespace) -> int:
 
 
 def _known_ids(paths: Iterable[Path]) -> set[str]:
-    known: set[str] = set()
-    for path in paths:
-        known |= {str(row.get("id")) for row in read_jsonl(path)}
-    return known
+    rows = (row for path in paths for row in read_jsonl(path))
+    return {str(row["id"]) for row in rows if row.get("id") is not None}
 
 
 def regenerate(args: argparse.Namespace) -> int:
@@ -168,18 +181,14 @@ def regenerate(args: argparse.Namespace) -> int:
     print(info, file=sys.stderr)
     out, folder = Path(args.out), Path(args.target)
     rows = read_jsonl(Path(args.prompts))[args.skip :][: args.limit]
-    before = [] if args.force else [out]
-    for path in before:
-        _drop_partial_line(path)
-    before = [path for path in before if path.exists() and path.stat().st_size]
-    known = _known_ids([*map(Path, args.exclude), *before])
+    known = _known_ids(map(Path, args.exclude)) | (set() if args.force else _answered(out))
     config = TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
     tokenizer = load_tokenizer(folder)
     asked: list[tuple[Request, dict[str, Any]]] = []
     answered = too_long = 0
     for index, row in enumerate(rows):
         where = f"row {args.skip + index + 1} of {args.prompts}"
-        name = str(row.get("id", args.skip + index))
+        name = str(args.skip + index if row.get("id") is None else row["id"])
         if name in known:
             answered += 1
             continue
@@ -238,9 +247,30 @@ def regenerate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _drop_partial_line(path: Path) -> None:
-    """Cut off a last line that an interruption left without its end."""
-    if path.exists():
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            path.write_bytes(content[: content.rfind(b"\n") + 1])
+def _answered(path: Path) -> set[str]:
+    """Ids of the answers in a file whose last line an interruption may have left without its end; cuts that line off.
+
+    Raises:
+      InputError: another line does not parse; nothing is cut then.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return set()
+    content = path.read_bytes()
+    whole, broken = content.rfind(b"\n") + 1, len(content)
+    if whole < broken:
+        try:
+            json.loads(content[whole:])
+            with path.open("ab") as file:
+                file.write(b"\n")
+        except ValueError:
+            if not whole:
+                raise InputError(
+                    expected=f"answers, one JSON object a line, at {path}",
+                    found="a single line that does not parse",
+                    remedy="Choose another --out, or --force to replace the file.",
+                ) from None
+            whole_lines = read_lines(content[:whole].decode("utf-8"), str(path))
+            with path.open("r+b") as file:
+                file.truncate(whole)
+            return {str(row["id"]) for row in whole_lines if row.get("id") is not None}
+    return _known_ids([path])

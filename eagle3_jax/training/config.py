@@ -28,7 +28,7 @@ class TrainConfig:
       features: folders of `eagle3-jax data features`; when given, the target's layers are not run and `data` is unused.
       init: a draft folder to continue from; empty begins with new weights.
       held_out_rows: rows never trained on, for evaluation; of several folders of features, the first one's.
-      supervise: replies, as decoding will draft them, or all: every token of every document, which needs no answers of
+      supervise: replies, as decoding will draft them, or all: every document whole, which needs no answers of
         the target's own and so makes more of little data, in a first run that a second one on replies continues.
       draft_vocab_size: C.
       taps: boundaries; empty means the paper's default for the target.
@@ -170,6 +170,20 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
         )
 
 
+def check_row_length(row_length: int, limit: int) -> None:
+    """Refuse rows that are longer than the target's context.
+
+    Raises:
+      InputError: naming both.
+    """
+    if row_length > limit:
+        raise InputError(
+            expected=f"row_length: at most the target's context of {limit} tokens",
+            found=str(row_length),
+            remedy="Set --row_length (eval: --row-length).",
+        )
+
+
 def load_config(path: Path) -> TrainConfig:
     """Run a config file and call its `config()`.
 
@@ -187,9 +201,16 @@ def load_config(path: Path) -> TrainConfig:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    make = getattr(module, "config", None)
-    result = make() if callable(make) else make
+    try:
+        spec.loader.exec_module(module)
+        make = getattr(module, "config", None)
+        result = make() if callable(make) else make
+    except Exception as error:  # whatever is wrong with it, the file is the user's
+        raise InputError(
+            expected=f"a config that runs in {path}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="Correct the file; --debug shows where.",
+        ) from error
     if not isinstance(result, TrainConfig):
         raise InputError(
             expected=f"a function config() -> TrainConfig in {path}",

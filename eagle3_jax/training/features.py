@@ -119,7 +119,8 @@ def write_features(
 
 def _check_beginning(folder: Path, meta: dict[str, Any], rows: Row) -> None:
     found = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
-    differing = [key for key in meta if found.get(key) != meta[key]]
+    # Folders of earlier versions do not say the dtype.
+    differing = [key for key in meta if found.get(key, meta["dtype"] if key == "dtype" else None) != meta[key]]
     if not differing and not (folder / ROWS_FILE).exists():
         differing = [ROWS_FILE]
     if not differing:

@@ -27,7 +27,7 @@ from eagle3_jax.params import count_params
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
-from eagle3_jax.training.config import TrainConfig, check_taps
+from eagle3_jax.training.config import TrainConfig, check_row_length, check_taps
 from eagle3_jax.training.data import encode_file
 from eagle3_jax.training.features import (
     FeatureRows,
@@ -48,6 +48,7 @@ from eagle3_jax.training.step import Teacher, TrainState, make_eval_step, make_o
 logger = logging.getLogger(__name__)
 
 SCALE_ROWS = 16  # rows that the taps' scales are measured on
+PROFILED = 3  # updates in a profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +98,14 @@ def _open_rows(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tu
 
 
 def supervised(row: Row, supervise: str) -> Row:
-    """The row as it is trained on: its replies, or with "all" every token but the first of each document."""
+    """The row as it is trained on: its replies, or with "all" every token but the first two of each document.
+
+    The first token's states are an attention sink, hundreds of times larger than all others; a slot that reads them
+    would make up most of the gradient.
+    """
     if supervise == "replies":
         return row
-    return row | {"spans": np.where(row["positions"] > 0, row["documents"], 0).astype(np.int32)}
+    return row | {"spans": np.where(row["positions"] > 1, row["documents"], 0).astype(np.int32)}
 
 
 class Interrupt:
@@ -168,6 +173,7 @@ def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
     target = load_target(folder)
     taps = config.taps or target.config.default_taps
     check_taps(taps, target.config.num_layers)
+    check_row_length(config.row_length, target.config.context_limit)
     rows, main = _open_rows(config, target, taps)
     # Evaluation is always on rows of the first folder, so that runs with and without further data can be compared.
     first = np.random.default_rng(config.seed).permutation(main)
@@ -188,17 +194,31 @@ def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
         draft_config, vocab = describe(config, target, taps, rows, eos_ids(folder, load_tokenizer(folder)))
         run.start(config, draft_config, vocab)
     if config.init and run.latest() is None:
-        params = load_draft(Path(config.init), target, jnp.float32).params
+        # Copies: an update donates the draft's arrays, and a borrowed head would be the target's own.
+        params = jax.tree.map(jnp.array, load_draft(Path(config.init), target, jnp.float32).params)
     else:
-        stacked = stack_rows([rows[int(index)] for index in train_order[:SCALE_ROWS]])
-        if online:
-            arrays = {name: jnp.asarray(array) for name, array in stacked.items()}
-            stacked = {name: np.asarray(array) for name, array in features_in_loop(target, taps, arrays).items()}
-        scales = tap_scales(stacked["taps"], stacked["documents"], len(taps))
-        logger.info("typical RMS of the taps %s: %s", list(taps), shown(scales.tolist()))
+        scales = np.ones(len(taps))
+        if run.latest() is None:
+            scales = _measure_scales(config, target, taps, rows, train_order)
+            logger.info("typical RMS of the taps %s: %s", list(taps), shown(scales.tolist()))
         params = initial_params(draft_config, target, vocab, scales, jax.random.key(config.seed))
     draft = Draft(params=params, vocab=vocab, embed=target.params.embed, config=draft_config)
     return _Setup(target, draft, Teacher(label_head=label_head(target, vocab)), rows, train_order, held_out, online)
+
+
+def _measure_scales(
+    config: TrainConfig, target: Target, taps: tuple[int, ...], rows: RowSource, order: np.ndarray
+) -> np.ndarray:
+    """Typical RMS of each tap [A] over the first rows, a batch at a time where the target runs for it."""
+    parts = []
+    for start in range(0, min(SCALE_ROWS, order.size), config.batch_rows):
+        part = stack_rows([rows[int(index)] for index in order[start : start + config.batch_rows]])
+        if not config.features:
+            arrays = {name: jnp.asarray(array) for name, array in part.items()}
+            part = {name: np.asarray(array) for name, array in features_in_loop(target, taps, arrays).items()}
+        parts.append({name: part[name] for name in ("taps", "documents")})
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return tap_scales(whole["taps"], whole["documents"], len(taps))
 
 
 def _batch(setup: _Setup, rows: dict[str, np.ndarray]) -> Batch:
@@ -235,11 +255,15 @@ def evaluate_rows(target: Target, draft: Draft, rows: RowSource, steps: int) -> 
     return evaluate(setup, draft, steps, 1, make_eval_step())
 
 
-def train(config: TrainConfig) -> Result:
+def train(config: TrainConfig, profile: Path | None = None) -> Result:
     """Train a draft; continue the run in `config.output` when there is one.
 
     The order of rows follows from the seed and the update number alone, and the state holds everything else, so that an
     interrupted run continues bit for bit.
+
+    Args:
+      config: the run.
+      profile: folder for a trace of `PROFILED` updates of this process, after as many that compile and warm up.
 
     Raises:
       InputError: see `TrainConfig.check`, the data and the target; an existing run of another config.
@@ -267,7 +291,11 @@ def train(config: TrainConfig) -> Result:
     per_update = config.batch_rows * config.accumulation
     model = dataclasses.replace(setup.draft, params=None)  # the state has them
     interrupt, evaluation = Interrupt(), {}
+    if profile is not None and config.updates - int(state.update) <= PROFILED:
+        logger.warning("no profile: it begins after %d updates, and no more are left", PROFILED)
     began, tokens_done, first = time.perf_counter(), 0, int(state.update)
+    tracing = False
+    since_entry: list[jax.Array] = []  # gradient norms of the updates that no entry of the log covers yet
     log = run.metrics.open("a", encoding="utf-8")
 
     def record(entry: dict[str, Any]) -> None:
@@ -277,6 +305,9 @@ def train(config: TrainConfig) -> Result:
     with interrupt.watch(), log:
         for update in range(first, config.updates):
             steps = config.steps_at(update)
+            if profile is not None and update == first + PROFILED:
+                jax.profiler.start_trace(str(profile))
+                tracing = True
             rows = [
                 supervised(cast(Row, source[update * per_update + index]), config.supervise)
                 for index in range(per_update)
@@ -286,7 +317,12 @@ def train(config: TrainConfig) -> Result:
                 micro.append(_batch(setup, stack_rows(rows[start : start + config.batch_rows])))
             batches = jax.tree.map(lambda *arrays: jnp.stack(arrays), *micro)
             state, sums, norms = step(state, batches, model, setup.teacher, steps=steps)
+            if tracing and (update + 1 in (first + 2 * PROFILED, config.updates) or interrupt.asked):
+                jax.block_until_ready(state)
+                jax.profiler.stop_trace()
+                tracing = False
             tokens_done += per_update * config.row_length
+            since_entry.append(norms["gradient_norm"])
             last = update + 1 == config.updates
             if (update + 1) % config.log_every == 0 or last or update == first:
                 metrics = _sums_to_metrics(sums)
@@ -298,10 +334,11 @@ def train(config: TrainConfig) -> Result:
                 entry = {
                     "update": update + 1, "steps": steps, "loss": loss if applied else "skipped", **metrics,
                     "learning_rate": learning_rate, "gradient_norm": float(norms["gradient_norm"]),
-                    "clipped": float(norms["gradient_norm"]) > config.clip, "skipped": int(state.skipped),
+                    "clipped": float(np.mean(np.asarray(since_entry) > config.clip)), "skipped": int(state.skipped),
                     "tokens_per_second": tokens_done / seconds, "seconds": seconds,
                 }  # fmt: skip
                 record(entry)
+                since_entry.clear()
                 left = seconds / (update + 1 - first) * (config.updates - update - 1)
                 print(
                     f"update {update + 1}/{config.updates} steps {steps} loss {loss:.3f} "

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.checkpoint import fingerprint, load_draft
-from eagle3_jax.config import DraftConfig, RopeConfig
+from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
 from eagle3_jax.draft import DraftParams, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.params import init_params
@@ -44,8 +44,13 @@ def describe(
         return _continued(config, target, taps)
     vocab, coverage = choose_vocab(rows, config.draft_vocab_size, target.config.vocab_size, stops)
     logger.info("draft vocabulary: %d tokens cover %.2f %% of the supervised ones", vocab.size, 100 * coverage)
-    shape = DraftConfig.for_target(
-        target.config,
+    return dataclasses.replace(new_shape(config, target.config, taps), target_fingerprint=fingerprint(target)), vocab
+
+
+def new_shape(config: TrainConfig, target: TargetConfig, taps: tuple[int, ...]) -> DraftConfig:
+    """The draft that a run without `init` trains, but for the target's fingerprint."""
+    return DraftConfig.for_target(
+        target,
         draft_vocab_size=config.draft_vocab_size,
         taps=taps,
         rope=RopeConfig(theta=config.rope_theta),
@@ -53,9 +58,7 @@ def describe(
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
         norm_before_residual=config.norm_before_residual,
-        target_fingerprint=fingerprint(target),
     )
-    return shape, vocab
 
 
 def _continued(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tuple[DraftConfig, DraftVocab]:

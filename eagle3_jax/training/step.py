@@ -146,7 +146,7 @@ def make_train_step(optimizer: optax.GradientTransformation, *, decay: float, co
             update=state.update + 1,
             skipped=state.skipped + jnp.where(good, 0, 1).astype(jnp.int32),
         )
-        return state, sums, {"gradient_norm": norm, "update_norm": optax.tree.norm(changes), "applied": good}
+        return state, sums, {"gradient_norm": norm, "applied": good}
 
     return step
 
