@@ -127,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
     _integer(evaluate, "--limit", 1, default=32, help="rows used (default 32)")
     _integer(evaluate, "--draft-length", 1, default=5)
     _integer(evaluate, "--max-new-tokens", 1, default=128)
-    _integer(evaluate, "--row-length", 3, default=512)
+    _integer(evaluate, "--row-length", 3, help="cut rows there (default 512, or the target's context)")
     evaluate.add_argument("--json", action="store_true")
     _dtype(evaluate)
     evaluate.set_defaults(run=training.evaluate)

@@ -96,13 +96,14 @@ def evaluate(args: argparse.Namespace) -> int:
     folder = Path(args.target)
     tokenizer = load_tokenizer(folder)
     limit = TargetConfig.from_hf(read_config(folder), str(folder / "config.json")).context_limit
-    check_row_length(args.row_length, limit)
-    encoded, report = encode_file(Path(args.data), tokenizer, max_length=args.row_length)
+    row_length = args.row_length or min(512, limit)
+    check_row_length(row_length, limit)
+    encoded, report = encode_file(Path(args.data), tokenizer, max_length=row_length)
     logger.info("%s", report)
     encoded = encoded[: args.limit]
     target = load_target(folder, runtime.DTYPES[info.dtype])
     draft = load_draft(Path(args.draft), target)
-    rows = Rows(pack(encoded, row_length=args.row_length, seed=0))
+    rows = Rows(pack(encoded, row_length=row_length, seed=0))
     forced = loop.evaluate_rows(target, draft, rows, args.draft_length)
     requests = []
     for document in encoded:
