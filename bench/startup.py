@@ -25,7 +25,7 @@ def main() -> int:
     times = []
     with tempfile.TemporaryDirectory() as cache:
         command = [
-            sys.executable, "-c", "import sys; from eagle3_jax.cli import main; sys.exit(main())", "generate",
+            sys.executable, "-m", "eagle3_jax.cli", "generate",
             "--target", args.target, "--draft", args.draft, "--prompt", "Why is the sky blue?",
             "--max-new-tokens", "32", "--json", "--cache-dir", cache,
         ]  # fmt: skip

@@ -260,6 +260,11 @@ def _refuse_unread(
         )
 
 
+def read_target_config(folder: Path) -> TargetConfig:
+    """The config of a HuggingFace LLaMA folder, without its weights. Raises as `TargetConfig.from_hf`."""
+    return TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
+
+
 def load_target(folder: Path, dtype: DTypeLike = jnp.float32) -> Target:
     """Load a HuggingFace LLaMA folder.
 
@@ -270,7 +275,7 @@ def load_target(folder: Path, dtype: DTypeLike = jnp.float32) -> Target:
     Raises:
       InputError: see `open_tensors` and `TargetConfig.from_hf`; a missing, unread or misshapen tensor.
     """
-    config = TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
+    config = read_target_config(folder)
     files = open_tensors(folder)
     specs = target_specs(config)
     head, embed = specs.lm_head, specs.embed

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from eagle3_jax import bench as benchmark
 from eagle3_jax import runtime
-from eagle3_jax.checkpoint import load_draft, load_target, read_config
-from eagle3_jax.config import TargetConfig
+from eagle3_jax.checkpoint import load_draft, load_target, read_target_config
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Answer, Request, check_request, decode
 from eagle3_jax.errors import InputError
@@ -40,7 +39,7 @@ def generate(args: argparse.Namespace) -> int:
     print(info, file=sys.stderr)
     folder = Path(args.target)
     # Everything about the prompts is checked before the weights are read.
-    config = TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
+    config = read_target_config(folder)
     tokenizer = load_tokenizer(folder)
     rows = [{"prompt": args.prompt}] if args.prompt is not None else read_jsonl(Path(args.prompts))
     stops = check_stops(tokenizer, args.stop)
@@ -169,7 +168,7 @@ def bench(args: argparse.Namespace) -> int:
     info = runtime.start(args.device, args.dtype, args.cache_dir)
     print(info, file=sys.stderr)
     folder = Path(args.target)
-    config = TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
+    config = read_target_config(folder)
     tokenizer = load_tokenizer(folder)
     tasks: dict[str, list[tuple[int, ...]]] = {}
     for name, path in files.items():

@@ -142,7 +142,7 @@ def test_the_generation_configs_end_tokens_end_an_answer_unless_ignored(folders,
 
 
 def test_an_absent_device_is_refused_at_once(folders):
-    command = ["-c", "import sys; from eagle3_jax.cli import main; sys.exit(main())", "generate", "--device", "gpu"]
+    command = ["-m", "eagle3_jax.cli", "generate", "--device", "gpu"]
     done = subprocess.run(
         [sys.executable, *command, "--target", str(folders[0]), "--prompt", "x"],
         capture_output=True, text=True, timeout=300, check=False,
@@ -482,7 +482,7 @@ def test_a_second_process_compiles_nothing_that_the_first_one_did(folders, tmp_p
     target, draft = folders
     cache = tmp_path / "programs"
     command = [
-        sys.executable, "-c", "import sys; from eagle3_jax.cli import main; sys.exit(main())", "generate", "--target",
+        sys.executable, "-m", "eagle3_jax.cli", "generate", "--target",
         str(target), "--draft", str(draft), "--prompt", "hello", "--max-new-tokens", "8", "--cache-dir", str(cache),
     ]  # fmt: skip
     kept, texts = [], []

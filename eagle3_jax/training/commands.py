@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from eagle3_jax import runtime
-from eagle3_jax.checkpoint import load_draft, load_target, read_config, save_draft
-from eagle3_jax.config import TargetConfig
+from eagle3_jax.checkpoint import load_draft, load_target, read_target_config, save_draft
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.engine import Request, check_request, decode
 from eagle3_jax.errors import InputError
@@ -95,7 +94,7 @@ def evaluate(args: argparse.Namespace) -> int:
     print(info, file=sys.stderr)
     folder = Path(args.target)
     tokenizer = load_tokenizer(folder)
-    limit = TargetConfig.from_hf(read_config(folder), str(folder / "config.json")).context_limit
+    limit = read_target_config(folder).context_limit
     row_length = args.row_length or min(512, limit)
     check_row_length(row_length, limit)
     encoded, report = encode_file(Path(args.data), tokenizer, max_length=row_length)
@@ -155,7 +154,7 @@ def features(args: argparse.Namespace) -> int:
     print(info, file=sys.stderr)
     config.check()
     folder = Path(config.target)
-    limit = TargetConfig.from_hf(read_config(folder), str(folder / "config.json")).context_limit
+    limit = read_target_config(folder).context_limit
     check_row_length(config.row_length, limit)
     packed = loop.packed_rows(config)
     target = load_target(folder, runtime.DTYPES[info.dtype])
@@ -183,7 +182,7 @@ def regenerate(args: argparse.Namespace) -> int:
     out, folder = Path(args.out), Path(args.target)
     rows = read_jsonl(Path(args.prompts))[args.skip :][: args.limit]
     known = _known_ids(map(Path, args.exclude)) | (set() if args.force else _answered(out))
-    config = TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
+    config = read_target_config(folder)
     tokenizer = load_tokenizer(folder)
     asked: list[tuple[Request, dict[str, Any]]] = []
     answered = too_long = 0

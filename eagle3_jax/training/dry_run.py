@@ -9,8 +9,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.checkpoint import read_config
-from eagle3_jax.config import TargetConfig
+from eagle3_jax.checkpoint import read_target_config
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.params import abstract_params
 from eagle3_jax.target import Target, target_specs
@@ -40,7 +39,7 @@ def measure_memory(config: TrainConfig) -> dict[str, int]:
     """
     config.check()
     folder = Path(config.target)
-    shape = TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
+    shape = read_target_config(folder)
     taps = config.taps or shape.default_taps
     check_taps(taps, shape.num_layers)
     check_row_length(config.row_length, shape.context_limit)
