@@ -1,5 +1,5 @@
-"""The training-time-test loss: the chunked head against optax, the slots against their definition in plain Python, and
-the whole loss against a slow float64 reference that loops over slots and steps and shares no code with the library.
+"""The training-time-test loss: the slots against their definition in plain Python, and the whole loss against a slow
+float64 reference that loops over slots and steps and shares no code with the library.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from hypothesis import strategies as st
 from eagle3_jax.draft import Draft, draft_logits, draft_unroll, fuse
 from eagle3_jax.metrics import teacher_forced
 from eagle3_jax.target import Target
-from eagle3_jax.training import loss as loss_room
 from eagle3_jax.training.loss import (
     Batch,
     StepSums,
     document_mask,
     find_slots,
-    soft_cross_entropy,
     training_time_test_loss,
 )
 from eagle3_jax.training.step import Teacher, TrainState, make_optimizer, make_train_step
@@ -200,41 +198,6 @@ def test_loss_equals_the_definition_with_every_switch_of_the_draft(t0: Target):
     batch, head = mixed_batch(draft), label_head(t0, draft)
     loss, sums = loss_of(draft.params, draft, batch, head, mean_weights(draft, batch))
     check_against_reference(loss, sums, Reference(draft, batch, head))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "chunk"), [(1, 256), (12, 4), (12, 5), (13, 4), (15, 256)], ids=lambda value: str(value)
-)
-def test_the_chunked_head_equals_optax_on_full_logits(monkeypatch: pytest.MonkeyPatch, tokens: int, chunk: int):
-    monkeypatch.setattr(loss_room, "HEAD_CHUNK", chunk)
-    rng = np.random.default_rng(tokens)
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    hidden, head, label_head = normal(STEPS, tokens, 8), normal(11, 8), normal(11, 8)
-    label_hidden = jnp.pad(normal(tokens, 8), ((0, STEPS + 1), (0, 0)))
-    weights = jnp.asarray(rng.random((STEPS, tokens)) * (rng.random((STEPS, tokens)) < 0.7), jnp.float32)
-
-    @jax.jit
-    def plain(hidden: jax.Array, head: jax.Array) -> Any:
-        logits = jnp.einsum("SMD,CD->SMC", hidden, head)
-        labels = jnp.stack([label_hidden[1 + s : 1 + s + tokens] for s in range(STEPS)])
-        each = optax.softmax_cross_entropy(logits, jax.nn.softmax(jnp.einsum("SMD,CD->SMC", labels, label_head)))
-        return 3.0 * jnp.sum(each * weights), (each, jnp.argmax(logits, -1))
-
-    @jax.jit
-    def chunked(hidden: jax.Array, head: jax.Array) -> Any:
-        loss, each, guess = soft_cross_entropy(hidden, head, label_hidden, label_head, weights)
-        return 3.0 * loss, (each, guess)
-
-    (value, (each, guess)), gradients = jax.value_and_grad(chunked, (0, 1), has_aux=True)(hidden, head)
-    (expected, (expected_each, expected_guess)), expected_gradients = jax.value_and_grad(plain, (0, 1), has_aux=True)(
-        hidden, head
-    )
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    np.testing.assert_allclose(chunked(hidden, head)[0], expected, rtol=1e-5)  # without gradients: another program
-    np.testing.assert_allclose(each, expected_each, rtol=1e-5)
-    np.testing.assert_array_equal(guess, expected_guess)
-    for ours, theirs in zip(gradients, expected_gradients):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(jnp.abs(theirs).max()))
 
 
 @settings(max_examples=60, deadline=None)

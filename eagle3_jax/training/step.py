@@ -15,11 +15,11 @@ from jax.typing import DTypeLike
 from eagle3_jax.draft import Draft, DraftParams
 from eagle3_jax.sampling import most_likely
 from eagle3_jax.target import Target, target_forward
+from eagle3_jax.training.head import chunk_count
 from eagle3_jax.training.loss import (
     Batch,
     Slots,
     StepSums,
-    chunk_count,
     document_mask,
     find_slots,
     training_time_test_loss,
