@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,9 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from convert.target import convert, main
+from eagle3_jax.checkpoint import load_target
 from eagle3_jax.errors import InputError
+from tests import tiny
 from tests.tiny_gguf import hf_tensors, reference_tokenizer, tiny_llama
 
 Weights = dict[str, torch.Tensor]
@@ -293,3 +296,14 @@ def test_converting_twice_changes_nothing_and_loads(tmp_path: Path, capsys: pyte
     assert not any(info.values()), info
     for name, tensor in tiny_llama(tied=False).state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor, atol=0, rtol=0)
+
+
+def test_heads_of_their_own_size_come_through(tmp_path: Path) -> None:
+    model = tiny.hf_target(head_dim=32)
+    folder = folder_of(tmp_path / "in", tied=False, config=model.config.to_dict())
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    convert(folder, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["head_dim"] == 32
+    target = load_target(tmp_path / "out")
+    assert target.config.head_dim == 32
+    jax.tree.map(np.testing.assert_array_equal, target.params, tiny.from_hf(model).params)

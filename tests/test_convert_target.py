@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -18,8 +19,10 @@ from safetensors.numpy import load_file
 from convert import gguf_reader
 from convert.llama_folder import SourceTensor, plan_shards, tensor_shapes, write_folder
 from convert.target import convert, main
+from eagle3_jax.checkpoint import load_target
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import InputError
+from eagle3_jax.target import target_forward, target_logits
 from tests.tiny_gguf import HEADS, HIDDEN, VOCAB, gguf_tensors, hf_tensors, tiny_llama, write_gguf
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +98,21 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, tied: bool, kind:
     torch.testing.assert_close(logits(model.float()), logits(tiny_llama(tied)), atol=error, rtol=0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+
+
+@pytest.mark.parametrize(("tied", "kind"), [(True, "F16"), (True, "F32"), (False, "BF16")])
+def test_our_own_target_computes_what_transformers_does(tmp_path: Path, tied: bool, kind: str) -> None:
+    folder = converted(tmp_path, kind=kind, tensors=gguf_tensors(hf_tensors(tied)))
+    target = load_target(folder, jnp.float32)
+    assert target.config.tie_word_embeddings == tied
+    assert (target.params.lm_head is target.params.embed) == tied
+    tokens = jnp.arange(3, 43, dtype=jnp.int32)[None]
+    positions, mask = jnp.arange(40, dtype=jnp.int32)[None], jnp.tril(jnp.ones((40, 40), bool))[None]
+    ours = np.asarray(target_logits(target, target_forward(target, tokens, positions, mask).hidden))
+    same = logits(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).numpy()
+    np.testing.assert_allclose(ours, same, atol=1e-4 * np.abs(same).max())
+    source = logits(tiny_llama(tied)).numpy()
+    np.testing.assert_allclose(ours, source, atol=(0.1 if kind == "BF16" else 1e-2) * np.abs(source).max())
 
 
 def test_config_states_everything_at_top_level(tmp_path: Path) -> None:

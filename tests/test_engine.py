@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from eagle3_jax.engine import Request
 from eagle3_jax.errors import InputError
 from eagle3_jax.generate import Structure, admit, decode_round, prefill_chunk
 from eagle3_jax.metrics import tau
+from eagle3_jax.sampling import target_distribution
 from eagle3_jax.target import Target, target_forward, target_logits
 from tests import tiny
 from tests.tiny_decoding import TOY, answers, install_oracle, oracle, pair_tokenizer, prompts, toy, toy_draft
@@ -171,6 +173,34 @@ def test_the_seed_decides_sampled_text() -> None:
     found = texts(toy(), None, [dataclasses.replace(request, seed=seed) for seed in seeds], batch=4)
     assert found[0] == found[1] != found[2]
     assert len(set(found[3:])) > 32
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_every_setting_of_sampling_decodes_and_stays_inside_its_support(width: int) -> None:
+    vocab = TOY["vocab_size"]
+    settings = itertools.product((0.0, 0.7, 1.0), (0, 1, 5, vocab), (1.0, 0.9, 0.1, 1e-6))
+    requests = [
+        Request((n % vocab, 7, 3), max_new_tokens=12, temperature=temperature, top_k=top_k, top_p=top_p, seed=n)
+        for n, (temperature, top_k, top_p) in enumerate(settings)
+    ]
+    # Greedy and sampled requests are decoded in two calls.
+    for group in (requests[:16], requests[16:]):
+        found = texts(toy(), toy_draft() if width else None, group, draft_length=width, batch=16)
+        whole = jnp.asarray([[*request.tokens, *text] for request, text in zip(group, found, strict=True)], jnp.int32)
+        rows, length = whole.shape
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool))[None], (rows, length, length))
+        logits = target_logits(toy(), target_forward(toy(), whole, positions, mask).hidden)[:, 2:-1]
+        said = np.asarray(whole[:, 3:])
+        if group[0].temperature == 0:
+            np.testing.assert_array_equal(said, jnp.argmax(logits, -1))
+            continue
+        allowed = np.asarray(target_distribution(logits, engine.sampling_of(group), filters=True))
+        assert (np.take_along_axis(allowed, said[..., None], -1) > 0).all()
+        # Some settings leave one token only, others many.
+        kept = (allowed > 0).sum(-1)
+        assert kept.min() == 1
+        assert kept.max() == vocab
 
 
 def test_a_prompt_in_chunks_equals_a_prompt_in_one(monkeypatch: pytest.MonkeyPatch) -> None:

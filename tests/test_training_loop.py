@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,8 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from eagle3_jax.checkpoint import load_target
+from eagle3_jax import cli
+from eagle3_jax.checkpoint import load_draft, load_target
 from eagle3_jax.errors import InputError
 from eagle3_jax.training import loop
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
@@ -274,6 +276,23 @@ def test_the_head_has_the_vocabulary_that_was_asked_for(settings: TrainConfig, t
     np.testing.assert_array_equal(vocab.d2t, setup.draft.vocab.d2t)
     head = np.asarray(load_target(Path(config.target)).params.lm_head)
     np.testing.assert_array_equal(setup.draft.params.lm_head, head[np.asarray(vocab.d2t)])
+
+
+def test_a_target_with_heads_of_their_own_size_gets_a_draft_with_the_same(settings: TrainConfig, tmp_path: Path):
+    shutil.copytree(settings.target, tmp_path / "target")
+    tiny.hf_target(num_hidden_layers=2, head_dim=32).save_pretrained(tmp_path / "target")
+    config = dataclasses.replace(
+        settings, target=str(tmp_path / "target"), output=str(tmp_path / "run"), updates=2, schedule=((2, 2),), warmup=1
+    )
+    train(config)
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "draft"), "--dtype", "float32"]) == 0
+    assert json.loads((tmp_path / "draft" / "config.json").read_text())["head_dim"] == 32
+    draft = load_draft(tmp_path / "draft", load_target(tmp_path / "target"))
+    assert draft.params.q.shape == (4, 32, 128)
+    trained: Any = saved(tmp_path / "run")
+    for name, array in trained["params"].items():
+        if array is not None:
+            np.testing.assert_array_equal(getattr(draft.params, name), array, err_msg=name)
 
 
 def test_features_on_disk_train_as_the_target_in_the_loop_does(
