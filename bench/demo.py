@@ -61,9 +61,14 @@ def main() -> int:
     parser.add_argument("--draft", required=True)
     parser.add_argument("--draft-length", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the built-in prompts")
+    parser.add_argument(
+        "--prompts", type=int, default=len(PROMPTS), choices=range(1, len(PROMPTS) + 1), help="how many prompts"
+    )
     args = parser.parse_args()
-    print(runtime.start(), file=sys.stderr)
+    if args.max_new_tokens < 2:
+        parser.error("--max-new-tokens must be at least 2: the first token is not timed")
+    # fp32 everywhere: what is shown is that not one token differs.
+    print(runtime.start(dtype="float32"), file=sys.stderr)
     folder = Path(args.target)
     tokenizer = load_tokenizer(folder)
     target = load_target(folder)
@@ -94,8 +99,8 @@ def report(results: dict[str, list[Answer]]) -> int:
     for name, answers in results.items():
         tokens = [len(one.token_ids) for one in answers]
         after_first = [one.seconds - one.first_token_seconds for one in answers]
-        speeds[name] = tokens_per_second(tokens, after_first) or 0.0
-        mean = tau(tokens, [one.verification_passes for one in answers]) or 0.0
+        speeds[name] = tokens_per_second(tokens, after_first) or float("nan")
+        mean = tau(tokens, [one.verification_passes for one in answers]) or float("nan")
         speedup = speeds[name] / speeds["plain"]
         print(f"{name:<10}{sum(tokens):>8}{sum(after_first):>9.2f}{speeds[name]:>10.1f}{mean:>7.2f}{speedup:>8.2f}x")
     same = all(a.token_ids == b.token_ids for a, b in zip(results["plain"], results["EAGLE-3"], strict=True))

@@ -14,6 +14,7 @@ from pathlib import Path
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_draft, load_target
 from eagle3_jax.costs import measure_costs
+from eagle3_jax.errors import InputError
 
 BLOCKS = (2, 3, 4, 5, 6, 8)
 
@@ -41,4 +42,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InputError as error:
+        print(f"speed: {error}", file=sys.stderr)
+        sys.exit(2)

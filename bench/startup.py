@@ -3,7 +3,7 @@
     python -m bench.startup --target models/SmolLM2-135M-Instruct --draft checkpoints/smollm2-135m-instruct-eagle3
 
 Both processes run the same command; the first finds an empty cache. Time to the first token counts from when the
-request is taken up, weights loaded, and so is compilation and prefill; the whole process is quoted beside it.
+request is taken up, with the weights loaded, and so holds compiling the prefill; the whole process is quoted beside it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ def main() -> int:
         ]  # fmt: skip
         for name in ("first process", "second process"):
             began = time.perf_counter()
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
             whole = time.perf_counter() - began
+            if done.returncode:
+                print(done.stderr, end="", file=sys.stderr)
+                return done.returncode
             answer = json.loads(done.stdout)
             times.append(answer["first_token_seconds"])
             print(

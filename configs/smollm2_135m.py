@@ -3,7 +3,7 @@
     eagle3-jax data features configs/smollm2_135m.py --data answers.jsonl --out runs/features
     eagle3-jax train configs/smollm2_135m.py --features runs/features
 
-Short unrolls first: a one-step update costs a fifth of a seven-step one and teaches most of what there is to learn;
+Short unrolls first: a one-step update costs a quarter of a seven-step one and teaches most of what there is to learn;
 the seven-step phase at the end keeps acceptance from falling with depth.
 """
 

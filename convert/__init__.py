@@ -1,1 +1,1 @@
-"""Tools run from the repository that turn foreign checkpoints into the two forms the library reads, and back."""
+"""Tools run from the repository that turn foreign checkpoints into the forms the library reads."""

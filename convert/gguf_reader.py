@@ -90,7 +90,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise InputError(
             expected="the gguf package, to read a GGUF file",
             found="no such package",
-            remedy="Install it: pip install 'eagle3-jax[convert]'.",
+            remedy="Install it: pip install -e '.[convert]'.",
         )
     try:
         reader = gguf.GGUFReader(path)

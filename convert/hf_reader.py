@@ -90,7 +90,7 @@ def _open_bin(path: Path) -> dict[str, StoredTensor]:
         raise InputError(
             expected="torch, to read a .bin file",
             found=f"{path} and no torch",
-            remedy="Install it: pip install 'eagle3-jax[torch]', or fetch the model's safetensors files.",
+            remedy="Install it: pip install -e '.[torch]', or fetch the model's safetensors files.",
         ) from error
     damaged = (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError)
     try:

@@ -52,7 +52,7 @@ class LlamaSource:
       config: content of config.json, but for torch_dtype.
       generation_config: content of generation_config.json.
       tensors: all of them, in the order in which they are written.
-      default_dtype: the one that loses nothing.
+      default_dtype: that of the source's matrices.
       files: other files by name: their content, or a file to copy.
       notes: what the user should know.
     """
@@ -155,32 +155,6 @@ def write_tensors(folder: Path, tensors: Sequence[SourceTensor], dtype: str, lim
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes one JSON object, keys in the order given."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def check_destination(destination: Path, source: Path, *, force: bool) -> None:
-    """Raises InputError when the destination may not be written: it exists, holds the source, or is no model folder."""
-    place = destination.resolve()
-    if place == source.resolve() or place in source.resolve().parents:
-        raise InputError(
-            expected="a destination apart from the source",
-            found=f"{destination}, which is or holds the source {source}",
-            remedy="Name another destination folder.",
-        )
-    if not (destination.exists() or destination.is_symlink()):
-        return
-    if not force:
-        raise InputError(
-            expected="a destination that does not exist yet",
-            found=f"{destination}",
-            remedy="Name another folder, or pass --force to replace this one.",
-        )
-    replaceable = destination.is_dir() and not destination.is_symlink()
-    if not (replaceable and ((destination / "config.json").is_file() or not any(destination.iterdir()))):
-        raise InputError(
-            expected="an empty folder or a model folder (with config.json) to replace under --force",
-            found=f"{destination}, which is neither",
-            remedy="Remove it yourself or name another destination.",
-        )
 
 
 def write_folder(

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from convert.gguf_reader import read_gguf
 from convert.hf_reader import read_hf, weight_files
-from convert.llama_folder import DTYPES, LlamaSource, check_destination, write_folder
+from convert.llama_folder import DTYPES, LlamaSource, write_folder
+from eagle3_jax.checkpoint import check_destination
 from eagle3_jax.errors import InputError
 
 

@@ -16,7 +16,7 @@ from flax import struct
 
 from eagle3_jax.layers import contract
 
-MASKED = -1e30  # finite, so that a row with every key masked gives zeros of weight and not NaN
+MASKED = -1e30  # finite, so that a query with every key masked, as in padding, gives a mean of the values and not NaN
 
 
 @struct.dataclass
@@ -84,8 +84,8 @@ def training_time_test_attend(
 
     Slot i at step s reads the step-0 keys j <= i of its document, and the keys that slot i itself made at steps
     1..s. The latter are one scalar product each, so the [T, T] mask of explicit attention over the concatenated keys
-    never exists (paper section 3.2 and Figure 6; OFF cnets.py:280-310). One softmax runs over all T + s columns:
-    merging two partial softmaxes through their log-sum-exp would lose the gradient through it.
+    never exists (paper section 3.2 and Figure 6; official code, cnets.py:280-310). One softmax runs over all T + s
+    columns: merging two partial softmaxes through their log-sum-exp would lose the gradient through it.
 
     Args:
       queries: [B, T, N, H] at positions i + s.

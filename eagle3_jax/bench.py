@@ -20,6 +20,7 @@ from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Answer, Request, cache_length_for, decode, prefill_buckets
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import conditional_n_alpha, ratio, tau, tokens_per_second
+from eagle3_jax.runtime import Runtime
 from eagle3_jax.target import Target
 
 Runner = Callable[[Request], Answer]
@@ -76,16 +77,38 @@ def _ours(target: Target, method: Method, eos: Sequence[int]) -> Runner:
     return run
 
 
-def _transformers(folder: Path, eos: Sequence[int]) -> Runner:
-    """Answer with transformers' `generate` in fp32, as a baseline."""
+def check_transformers(info: Runtime) -> None:
+    """Refuse the method hf where transformers cannot run on the same device.
+
+    Raises:
+      InputError: no torch, or a torch that does not see the device.
+    """
     try:
         import torch
-        from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
     except ImportError:
-        raise InputError(
-            expected="torch for the method hf", found="none", remedy="Install it with `pip install eagle3-jax[torch]`."
-        ) from None
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        found = "no torch"
+    else:
+        if info.platform == "cpu" or (info.platform == "gpu" and torch.cuda.is_available()):
+            return
+        found = f"torch {torch.__version__}, which does not run on it"
+    raise InputError(
+        expected=f"torch on the {info.platform} for the method hf, so that both run on the same device",
+        found=found,
+        remedy="Install torch for the device (extra `torch`: pip install -e '.[torch]'), leave hf out, or pass "
+        "--device cpu.",
+    )
+
+
+def _transformers(folder: Path, eos: Sequence[int], info: Runtime) -> Runner:
+    """Answer with transformers' `generate` on the same device and in the same precision, as a baseline."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+    device = "cuda" if info.platform == "gpu" else "cpu"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, info.dtype), local_files_only=True)
+    model = loaded.to(device).eval()
+    # The folder's own defaults (penalties, min_p, ...) would change what is compared.
+    model.generation_config = GenerationConfig()
 
     class Clock(StoppingCriteria):
         """Notes when the first token is there; never stops."""
@@ -95,7 +118,7 @@ def _transformers(folder: Path, eos: Sequence[int]) -> Runner:
 
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
             self.first = self.first or time.perf_counter()
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def generate(request: Request, tokens: int) -> tuple[list[int], float, float]:
         clock, began = Clock(), time.perf_counter()
@@ -104,13 +127,14 @@ def _transformers(folder: Path, eos: Sequence[int]) -> Runner:
         settings = (
             {"temperature": request.temperature, "top_k": request.top_k, "top_p": request.top_p} if sampled else {}
         )
-        prompt = torch.tensor([request.tokens])
+        prompt = torch.tensor([request.tokens], device=device)
         out = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=sampled,
             eos_token_id=list(eos) or None, pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]), **settings,
         )  # fmt: skip
+        ids = out[0, len(request.tokens) :].tolist()  # waits for the device
         end = time.perf_counter()
-        return out[0, len(request.tokens) :].tolist(), (clock.first or end) - began, end - began
+        return ids, (clock.first or end) - began, end - began
 
     warm = False
 
@@ -173,7 +197,7 @@ def record(
         "tokens_per_second": speed,
         "end_to_end_seconds": sum(answer.seconds for answer in answers),
         "time_to_first_token": ratio(sum(answer.first_token_seconds for answer in answers), len(answers)),
-        "speedup": ratio(speed or 0.0, plain_speed or 0.0),
+        "speedup": None if speed is None or plain_speed is None else ratio(speed, plain_speed),
         "modelled_speedup": costs.speedup(mean, method.draft_length) if costs and mean else None,
         "identical_to_plain": ratio(len(answers) - len(forks), len(answers)) if temperature == 0 else None,
         "forks": forks if temperature == 0 else [],
@@ -206,6 +230,7 @@ def run_bench(
     max_new_tokens: int,
     eos: Sequence[int],
     out: Path,
+    info: Runtime,
 ) -> list[dict[str, Any]]:
     """Run every method on every task and write `out`/results.json and `out`/report.md as the tasks end.
 
@@ -218,10 +243,11 @@ def run_bench(
       max_new_tokens: per answer.
       eos: end-of-sequence ids.
       out: folder for the results.
+      info: what this process runs on, for the record.
     """
     out.mkdir(parents=True, exist_ok=True)
     runners = {
-        method.label: _transformers(target_folder, eos) if method.name == "hf" else _ours(target, method, eos)
+        method.label: _transformers(target_folder, eos, info) if method.name == "hf" else _ours(target, method, eos)
         for method in methods
     }
     costs = _costs(target, methods, [tokens for prompts in tasks.values() for tokens in prompts], max_new_tokens)
@@ -241,6 +267,8 @@ def run_bench(
                     task, method, temperature, answers[method.label], plain,
                     costs.get(method.draft_name) if temperature == 0 else None,
                 )
+                | dataclasses.asdict(info)
+                | {"max_new_tokens": max_new_tokens}
                 for method in methods
             ]  # fmt: skip
             text = json.dumps(records, indent=1)
@@ -251,8 +279,17 @@ def run_bench(
 
 
 def render(records: Sequence[dict[str, Any]]) -> str:
-    """Tables in Markdown: a row for each method, two columns (speedup, tau) for each task, and their mean."""
-    parts = []
+    """Tables in Markdown: a row for each method, two columns (speedup, tau) for each task, and their mean.
+
+    A ratio over nothing, as for answers that all ended with their first token, is "-" and in no mean.
+    """
+    first = records[0]
+    parts = [
+        f"{first['device']} ({first['platform']}), {first['dtype']}, matmul precision {first['precision']}, at most "
+        f"{first['max_new_tokens']} new tokens; one prompt at a time, of several turns the first.\n"
+    ]
+    shown = lambda value, form, unit="": "-" if value is None else format(value, form) + unit
+    mean = lambda values: sum(kept) / len(kept) if (kept := [value for value in values if value is not None]) else None
     for temperature in dict.fromkeys(entry["temperature"] for entry in records):
         chosen = [entry for entry in records if entry["temperature"] == temperature]
         tasks = list(dict.fromkeys(entry["task"] for entry in chosen))
@@ -271,19 +308,21 @@ def render(records: Sequence[dict[str, Any]]) -> str:
             cells, speedups, taus = [], [], []
             for task in tasks:
                 entry = by_task[task]
-                speedups.append(entry["speedup"] or 0.0)
-                taus.append(entry["tau"] or 0.0)
-                cells += [f"{speedups[-1]:.2f}x", f"{taus[-1]:.2f}"]
-            rates = [entry["tokens_per_second"] or 0.0 for entry in by_task.values()]
-            same = [entry["identical_to_plain"] for entry in by_task.values()]
-            shared = "-" if None in same else f"{sum(same) / len(same):.1%}"
-            mean = lambda values: sum(values) / len(values)
-            modelled = [entry["modelled_speedup"] for entry in by_task.values() if entry["modelled_speedup"]]
+                speedups.append(entry["speedup"])
+                taus.append(entry["tau"])
+                cells += [shown(speedups[-1], ".2f", "x"), shown(taus[-1], ".2f")]
+            whole = {
+                name: mean([entry[name] for entry in by_task.values()])
+                for name in ("tokens_per_second", "identical_to_plain", "modelled_speedup")
+            }
             cells += [
-                f"{mean(speedups):.2f}x", f"{mean(modelled):.2f}x" if modelled else "-", f"{mean(taus):.2f}",
-                f"{mean(rates):.1f}", shared,
-            ]  # fmt: skip
-            note = " (slower)" if mean(speedups) < 1 and label != "plain" else ""
+                shown(mean(speedups), ".2f", "x"),
+                shown(whole["modelled_speedup"], ".2f", "x"),
+                shown(mean(taus), ".2f"),
+                shown(whole["tokens_per_second"], ".1f"),
+                shown(whole["identical_to_plain"], ".1%"),
+            ]
+            note = " (slower)" if (mean(speedups) or 1) < 1 and label != "plain" else ""
             parts.append(f"| {label}{note} | " + " | ".join(cells) + " |")
         if any(entry["modelled_speedup"] for entry in chosen):
             parts.append(
@@ -293,7 +332,7 @@ def render(records: Sequence[dict[str, Any]]) -> str:
         if alphas:
             parts.append("\nn-alpha (acceptance of draft n+1, given that the n before it were accepted):\n")
             for label, entry in alphas:
-                shown = " ".join("-" if value is None else f"{value:.2f}" for value in entry["n_alpha"])
-                parts.append(f"- {label}, {entry['task']}: {shown}")
+                values = " ".join(shown(value, ".2f") for value in entry["n_alpha"])
+                parts.append(f"- {label}, {entry['task']}: {values}")
         parts.append("")
     return "\n".join(parts)

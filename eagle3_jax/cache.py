@@ -97,7 +97,7 @@ def cache_bucket(needed: int, limit: int) -> int:
     """Smallest bucket that holds `needed` rows.
 
     Args:
-      needed: padded prompt + new tokens + draft length + 1.
+      needed: prompt + new tokens + draft length + 1.
       limit: the model's context plus a block.
 
     Returns:

@@ -299,10 +299,11 @@ def load_target(folder: Path, dtype: DTypeLike = jnp.float32) -> Target:
 
 
 def fingerprint(target: Target) -> str:
-    """A short name for the target's weights: a hash of its norm weights in bf16, equal for any stored precision.
+    """A short name for the target's weights: a hash of its norm weights in bf16.
 
-    Norms are small, differ between any two trained models, and survive conversion; so a draft can tell whether it is
-    used with the target it was trained for.
+    Norms are small, differ between models that were trained apart, and survive conversion of bf16 weights to any wider
+    type; so a draft can tell whether it is used with the target it was trained for. A merged adapter that leaves the
+    norms alone is not told apart.
     """
     digest = hashlib.sha256()
     norms = [target.params.norm, *(layer.input_norm for layer in target.params.layers)]
@@ -415,15 +416,12 @@ def save_draft(folder: Path, draft: Draft, *, dtype: DTypeLike = jnp.bfloat16, f
       folder: to be created.
       draft: the model.
       dtype: of the weights in the file.
-      force: replace an existing folder.
+      force: replace an existing model folder.
 
     Raises:
-      InputError: the folder exists and `force` is False; a weight is not finite.
+      InputError: see `check_destination`; a weight is not finite.
     """
-    if folder.exists() and not force:
-        raise InputError(
-            expected=f"no folder at {folder} yet", found="one", remedy="Choose another place, or pass --force."
-        )
+    check_destination(folder, None, force=force)
     specs = draft_specs(draft.config)
     tensors: dict[str, np.ndarray] = {}
     for spec, leaf in zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(draft.params), strict=True):
@@ -445,6 +443,32 @@ def save_draft(folder: Path, draft: Draft, *, dtype: DTypeLike = jnp.bfloat16, f
         save_file(tensors, part / SINGLE_FILE, metadata={"format": "pt"})
         # safetensors makes files that only their owner may read; a folder is for passing on.
         (part / SINGLE_FILE).chmod((part / "config.json").stat().st_mode)
+
+
+def check_destination(destination: Path, source: Path | None, *, force: bool) -> None:
+    """Raises InputError when the destination may not be written: it exists, holds the source, or is no model folder."""
+    place = destination.resolve()
+    if source is not None and (place == source.resolve() or place in source.resolve().parents):
+        raise InputError(
+            expected="a destination apart from the source",
+            found=f"{destination}, which is or holds the source {source}",
+            remedy="Name another destination folder.",
+        )
+    if not (destination.exists() or destination.is_symlink()):
+        return
+    if not force:
+        raise InputError(
+            expected="a destination that does not exist yet",
+            found=f"{destination}",
+            remedy="Name another folder, or pass --force to replace this one.",
+        )
+    replaceable = destination.is_dir() and not destination.is_symlink()
+    if not (replaceable and ((destination / "config.json").is_file() or not any(destination.iterdir()))):
+        raise InputError(
+            expected="an empty folder or a model folder (with config.json) to replace under --force",
+            found=f"{destination}, which is neither",
+            remedy="Remove it yourself or name another destination.",
+        )
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -40,6 +41,11 @@ def _integer(parser: argparse.ArgumentParser, flag: str, least: int, *, listed: 
     parser.add_argument(flag, type=convert, **options)
 
 
+def _several(parser: argparse.ArgumentParser, flag: str, **options: Any) -> None:
+    """Add a flag that takes several values, at once or by being repeated."""
+    parser.add_argument(flag, nargs="+", action="extend", default=[], **options)
+
+
 def _temperatures(text: str) -> list[float]:
     return [float(item) for item in text.split(",")]
 
@@ -53,8 +59,8 @@ def _common(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
-def _dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=sorted(runtime.DTYPES), help="default: float32 on a CPU, else bfloat16")
+def _dtype(parser: argparse.ArgumentParser, default: str = "float32 on a CPU, else bfloat16") -> None:
+    parser.add_argument("--dtype", choices=sorted(runtime.DTYPES), help=f"default: {default}")
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
@@ -86,9 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt")
     source.add_argument("--prompts", help='jsonl: {"prompt": text} | {"messages": [...]} | {"turns": [...]}')
     generate.add_argument("--method", choices=("plain", "eagle3"), help="default: eagle3 with a draft, else plain")
-    _integer(generate, "--draft-length", 1, default=4, help="tokens drafted a round (default 4)")
+    _integer(generate, "--draft-length", 1, help=f"tokens drafted a round (default {commands.DRAFT_LENGTH})")
     _sampling(generate)
-    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT")
+    _several(generate, "--stop", metavar="TEXT", help="end the answer before TEXT")
     generate.add_argument("--ignore-eos", action="store_true")
     generate.add_argument("--logprobs", action="store_true", help="the target's log-probability of each token (--json)")
     generate.add_argument("--raw", action="store_true", help="no chat template")
@@ -139,11 +145,16 @@ def build_parser() -> argparse.ArgumentParser:
         "Writes results.json and report.md to --out.",
     )
     bench.add_argument("--target", required=True)
-    bench.add_argument("--draft", action="append", default=[], metavar="NAME=DIR")
-    bench.add_argument("--tasks", nargs="+", required=True, metavar="NAME=FILE", help="prompts, as for generate")
+    _several(bench, "--draft", metavar="NAME=DIR")
+    _several(
+        bench, "--tasks", required=True, metavar="NAME=FILE", help="prompts, as for generate; of `turns` the first"
+    )
     bench.add_argument("--methods", default="plain,eagle3", help="out of plain,eagle3,hf (default plain,eagle3)")
     bench.add_argument("--temperatures", type=_temperatures, default=[0.0], help="comma-separated (default 0)")
-    _integer(bench, "--draft-length", 1, listed=True, default=[4], help="comma-separated; each is a row (default 4)")
+    _integer(
+        bench, "--draft-length", 1, listed=True, default=[commands.DRAFT_LENGTH],
+        help=f"comma-separated; each is a row (default {commands.DRAFT_LENGTH})",
+    )  # fmt: skip
     _integer(bench, "--limit", 1, help="prompts of each task")
     _integer(bench, "--max-new-tokens", 1, default=128)
     bench.add_argument("--out", required=True)
@@ -162,9 +173,7 @@ def build_parser() -> argparse.ArgumentParser:
     regenerate.add_argument("--out", required=True, help="jsonl of answers")
     _integer(regenerate, "--skip", 0, default=0, help="prompts to leave out at the beginning")
     _integer(regenerate, "--limit", 1, help="prompts to take after that")
-    regenerate.add_argument(
-        "--exclude", action="append", default=[], metavar="FILE", help="leave out ids found in FILE"
-    )
+    _several(regenerate, "--exclude", metavar="FILE", help="leave out ids found in FILE")
     _integer(regenerate, "--max-prompt-tokens", 1, help="leave out longer prompts, which leave little room in a row")
     regenerate.add_argument("--force", action="store_true", help="start over, replacing the output")
     _sampling(regenerate)
@@ -178,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     features.add_argument("config")
     features.add_argument("--out", required=True, help="features folder")
-    _dtype(features)
+    _dtype(features, "bfloat16, in which features are stored")
     features.set_defaults(run=training.features, takes_fields=True)
 
     for sub in (generate, train, export, evaluate, bench, regenerate, features):
@@ -226,7 +235,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("eagle3-jax: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return 0
+        # Whoever read the output has gone. Python would fail once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 130
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        refusal = InputError(
+            expected="files and folders that can be read and written",
+            found=str(error),
+            remedy="Check the path, its permissions and the free space.",
+        )
+        print(f"eagle3-jax: {refusal}", file=sys.stderr)
+        return 2
     except Exception as error:
         if debug:
             traceback.print_exc()

@@ -6,12 +6,14 @@ import argparse
 import json
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from eagle3_jax import bench as benchmark
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_draft, load_target, read_target_config
+from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Answer, Request, check_request, decode
 from eagle3_jax.errors import InputError
@@ -21,6 +23,8 @@ from eagle3_jax.tokenizer import TextStream, check_stops, eos_ids, load_tokenize
 from eagle3_jax.tokenizer import decode as decode_text
 
 logger = logging.getLogger(__name__)
+
+DRAFT_LENGTH = 4  # tokens drafted a round, unless said otherwise
 
 # Below this acceptance, over this many passes, a draft is most likely wired up wrongly.
 DEAD_DRAFT_TAU, DEAD_DRAFT_PASSES = 1.1, 50
@@ -35,6 +39,14 @@ def generate(args: argparse.Namespace) -> int:
             found=f"--method {method} {'with' if args.draft else 'without'} --draft",
             remedy="Give both or neither.",
         )
+    for given, needed in (
+        (args.draft_length is not None and not args.draft, "--draft with --draft-length"),
+        (args.logprobs and not args.json, "--json with --logprobs"),
+        (args.stream and args.json, "either --stream, which prints text, or --json"),
+        (args.stream and args.batch > 1, "one row at a time with --stream"),
+    ):
+        if given:
+            raise InputError(expected=needed, found="flags that do not go together", remedy="Leave one of them out.")
     info = runtime.start(args.device, args.dtype, args.cache_dir)
     print(info, file=sys.stderr)
     folder = Path(args.target)
@@ -51,24 +63,25 @@ def generate(args: argparse.Namespace) -> int:
             tokens=ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
             top_p=args.top_p, seed=args.seed + index, stop=stops,
         )  # fmt: skip
-        check_request(request, config, index)
+        check_request(request, config, where)
         requests.append(request)
     dtype = runtime.DTYPES[info.dtype]
     target = load_target(folder, dtype)
     draft = load_draft(Path(args.draft), target) if args.draft else None
     if draft is not None:
-        warn_beyond_training(draft, requests)
+        warn_beyond_training(draft, requests, config)
     print("compiling (once per shape; kept for later runs)", file=sys.stderr)
     ends = () if args.ignore_eos else eos_ids(folder, tokenizer)
     streams = {index: TextStream(tokenizer, stops) for index in range(len(requests))}
     answers: list[Answer] = []
     texts: dict[int, str] = {}  # finished before an earlier prompt's
     shown = 0
+    began = time.perf_counter()
     for event in decode(
-        target, draft, requests, draft_length=args.draft_length if draft is not None else 0,
-        batch=1 if args.stream else args.batch, eos=ends, tokenizer=tokenizer, logprobs=args.logprobs,
+        target, draft, requests, draft_length=(args.draft_length or DRAFT_LENGTH) if draft is not None else 0,
+        batch=args.batch, eos=ends, tokenizer=tokenizer, logprobs=args.logprobs,
     ):  # fmt: skip
-        if args.stream and not args.json:
+        if args.stream:
             print(streams[event.index].push(event.token_ids), end="", flush=True)
         if event.answer is None:
             continue
@@ -83,18 +96,20 @@ def generate(args: argparse.Namespace) -> int:
             while shown in texts:
                 print(texts.pop(shown), flush=True)
                 shown += 1
-    _summary(answers, draft is not None)
+    _summary(answers, draft is not None, time.perf_counter() - began)
     return 0
 
 
-def warn_beyond_training(draft: Draft, requests: Sequence[Request]) -> None:
-    """Say once that texts may grow longer than anything the draft was trained on."""
-    trained = draft.config.trained_length
+def warn_beyond_training(draft: Draft, requests: Sequence[Request], config: TargetConfig) -> None:
+    """Say once that texts may grow longer than anything the draft was made for."""
+    trained, most = draft.config.trained_length, draft.config.max_position_embeddings
+    limit = most if trained is None else min(trained, most)
     longest = max(len(request.tokens) + request.max_new_tokens for request in requests)
-    if trained is not None and longest > trained:
+    longest = min(longest, config.context_limit)
+    if longest > limit:
         logger.warning(
-            "up to %d tokens of prompt and answer, but the draft was trained on %d: the text stays right, but fewer "
-            "drafts may be accepted beyond that", longest, trained,
+            "up to %d tokens of prompt and answer, but the draft was %s %d: the text stays right, but fewer drafts may "
+            "be accepted beyond that", longest, "trained on" if limit == trained else "made for", limit,
         )  # fmt: skip
 
 
@@ -116,12 +131,11 @@ def _record(answer: Answer, text: str, args: argparse.Namespace) -> dict[str, ob
     return record
 
 
-def _summary(answers: list[Answer], drafted: bool) -> None:
+def _summary(answers: list[Answer], drafted: bool, seconds: float) -> None:
     """One line on stderr, and a warning when the draft looks dead: its output is right, so nothing else would tell."""
     tokens = [len(answer.token_ids) for answer in answers]
     passes = [answer.verification_passes for answer in answers]
     pooled = tau(tokens, passes)
-    seconds = sum(answer.seconds for answer in answers)
     shown = "-" if pooled is None else f"{pooled:.2f}"
     print(f"{sum(tokens)} tokens, {sum(passes)} passes, tau {shown}, {seconds:.1f} s", file=sys.stderr)
     if drafted and pooled is not None and pooled < DEAD_DRAFT_TAU and sum(passes) >= DEAD_DRAFT_PASSES:
@@ -167,6 +181,8 @@ def bench(args: argparse.Namespace) -> int:
         raise InputError(expected="a folder as --out", found=f"the file {args.out}", remedy="Choose another name.")
     info = runtime.start(args.device, args.dtype, args.cache_dir)
     print(info, file=sys.stderr)
+    if "hf" in wanted:
+        benchmark.check_transformers(info)
     folder = Path(args.target)
     config = read_target_config(folder)
     tokenizer = load_tokenizer(folder)
@@ -178,7 +194,7 @@ def bench(args: argparse.Namespace) -> int:
             prompts.append(encode_prompt(tokenizer, prompt_messages(row, where), where))
             for temperature in args.temperatures:
                 request = Request(prompts[-1], max_new_tokens=args.max_new_tokens, temperature=temperature)
-                check_request(request, config, index)
+                check_request(request, config, where)
         tasks[name] = prompts
     target = load_target(folder, runtime.DTYPES[info.dtype])
     methods = [benchmark.Method("plain")]
@@ -187,12 +203,14 @@ def bench(args: argparse.Namespace) -> int:
     for name, path in drafts.items():
         draft = load_draft(path, target)
         warn_beyond_training(
-            draft, [Request(ids, max_new_tokens=args.max_new_tokens) for prompts in tasks.values() for ids in prompts]
+            draft,
+            [Request(ids, max_new_tokens=args.max_new_tokens) for prompts in tasks.values() for ids in prompts],
+            config,
         )
         methods += [benchmark.Method("eagle3", name, draft, length) for length in args.draft_length]
     records = benchmark.run_bench(
-        target, folder, methods, tasks, temperatures=args.temperatures,
-        max_new_tokens=args.max_new_tokens, eos=eos_ids(folder, tokenizer), out=Path(args.out),
+        target, folder, methods, tasks, temperatures=args.temperatures, max_new_tokens=args.max_new_tokens,
+        eos=eos_ids(folder, tokenizer), out=Path(args.out), info=info,
     )  # fmt: skip
     print(benchmark.render(records))
     return 0

@@ -151,7 +151,7 @@ class TargetConfig:
 
     @property
     def default_taps(self) -> tuple[int, ...]:
-        """Boundaries IN(2), IN(L//2), IN(L-3) of the paper's code (facts: the state *entering* those layers)."""
+        """Boundaries IN(2), IN(L//2), IN(L-3) of the paper's code (the states *entering* those layers)."""
         taps = (2, self.num_layers // 2, self.num_layers - 3)
         if not (0 < taps[0] < taps[1] < taps[2]):
             raise InputError(

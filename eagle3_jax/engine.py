@@ -102,14 +102,13 @@ class Event:
     answer: Answer | None = None
 
 
-def check_request(request: Request, config: TargetConfig, index: int = 0) -> None:
-    """Refuse a request that cannot be answered.
+def check_request(request: Request, config: TargetConfig, where: str) -> None:
+    """Refuse a request that cannot be answered; `where` names it in messages.
 
     Raises:
       InputError: an empty prompt, a prompt that leaves no room in the context, an id outside the vocabulary, or a
         sampling value out of range.
     """
-    where = f"prompt {index}"
     length, limit = len(request.tokens), config.context_limit
     if not length:
         raise InputError(expected=f"at least one token in {where}", found="an empty prompt", remedy="Give some text.")
@@ -278,7 +277,7 @@ def decode(
       InputError: before anything is computed, for any request that cannot be answered.
     """
     for index, request in enumerate(requests):
-        check_request(request, target.config, index)
+        check_request(request, target.config, f"prompt {index}")
         if request.stop and tokenizer is None:
             raise InputError(
                 expected=f"a tokenizer, to look for the stop strings of prompt {index}",
@@ -310,7 +309,10 @@ def decode(
     ends = pad_eos(eos)
     waiting = list(enumerate(requests))[::-1]
     rows: list[_Row | None] = [None] * batch
-    state = empty_state(target, draft, batch=batch, cache_length=cache_length, structure=structure)
+    # A single row is its request's own state; several begin free.
+    state = None
+    if batch > 1:
+        state = empty_state(target, draft, batch=batch, cache_length=cache_length, structure=structure)
     # Rows start out free; their sampling values are placeholders until a request takes them.
     held = [requests[0]] * batch
     sampling = sampling_of(held)
@@ -326,9 +328,9 @@ def decode(
                 if event.answer is None:
                     rows[place] = row
                     held[place] = request
-                    state = one if batch == 1 else admit(state, one, jnp.int32(place))
+                    state = one if state is None or batch == 1 else admit(state, one, jnp.int32(place))
                     sampling = sampling_of(held)
-        if not any(rows):
+        if state is None or not any(rows):
             continue
         state = decode_round(target, draft, state, sampling, ends, structure=structure)
         decided = _read(state)

@@ -280,32 +280,6 @@ def decode_round(
 
 
 @partial(jax.jit, donate_argnames=("state",))
-def keep_tokens(state: DecodeState, keep: jax.Array) -> DecodeState:
-    """Cut the last round's block short, as when a stop string completes inside it.
-
-    Args:
-      state: after a round.
-      keep: [B] int32, tokens of the last round to keep, between 1 and `count` (rows with count 0 are left alone).
-
-    Returns:
-      The state as if the round had decided only those; caches, counters and random state follow by themselves, since
-      rows beyond a cache's length mean nothing and randomness depends on positions only.
-    """
-    keep = jnp.where(state.count > 0, jnp.clip(keep, 1, jnp.maximum(state.count, 1)), 0)
-    cut = state.count - keep
-    root = jnp.take_along_axis(state.tokens, jnp.maximum(keep - 1, 0)[:, None], axis=1)[:, 0]
-    cache = state.target_cache
-    return dataclasses.replace(
-        state,
-        target_cache=dataclasses.replace(cache, lengths=cache.lengths - cut),
-        count=keep,
-        root=jnp.where(state.count > 0, root, state.root),
-        remaining=state.remaining + cut,
-        reason=jnp.where(cut > 0, RUNNING, state.reason),
-    )
-
-
-@partial(jax.jit, donate_argnames=("state",))
 def admit(state: DecodeState, row: DecodeState, index: jax.Array) -> DecodeState:
     """Put a freshly prefilled row (a state of batch 1) in place of row `index`."""
     return jax.tree.map(lambda whole, one: whole.at[index].set(one[0]), state, row)

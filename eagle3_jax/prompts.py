@@ -19,11 +19,20 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read a jsonl file whole; every line must be an object.
 
     Raises:
-      InputError: no such file, no lines, or a line that is not a JSON object, with its number.
+      InputError: no such file, no lines, or a line that is not UTF-8 or not a JSON object, with its number.
     """
     if not path.is_file():
         raise InputError(expected=f"a jsonl file at {path}", found="no such file", remedy="Check the path.")
-    return read_lines(path.read_text(encoding="utf-8-sig", errors="replace"), str(path))
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            expected=f"UTF-8 text in {path}",
+            found=f"other bytes on line {content.count(10, 0, error.start) + 1}",
+            remedy="Convert the file, for example with `iconv -f latin1 -t utf-8`.",
+        ) from None
+    return read_lines(text, str(path))
 
 
 def read_lines(text: str, path: str) -> list[dict[str, Any]]:

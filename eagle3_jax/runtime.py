@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 # jax's name of each platform that the command line offers.
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -90,7 +93,8 @@ def start(device: str | None = None, dtype: str | None = None, cache_dir: str | 
         raise InputError(
             expected=f"a {device or 'usable'} device",
             found=found,
-            remedy="Leave --device out to use what there is; GPUs need `pip install eagle3-jax[cuda]`, TPUs [tpu].",
+            remedy="Leave --device out to use what there is; GPUs need the extra `cuda` (pip install -e '.[cuda]'), "
+            "TPUs the extra `tpu`.",
         )
     dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
     # fp32 means fp32: without this, GPUs would use TF32 and TPUs bf16 passes.
@@ -115,7 +119,17 @@ def use_compilation_cache(folder: str | None, kind: str, device_kind: str) -> Pa
         path = base / "eagle3_jax" / f"xla-{kind}-{key}"
     else:
         path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        if folder is not None:
+            raise InputError(
+                expected=f"a folder for compiled programs at {path}",
+                found=str(error),
+                remedy="Choose another --cache-dir, or '' to keep none.",
+            ) from error
+        logger.warning("compiled programs are not kept: %s (--cache-dir chooses another folder)", error)
+        return None
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

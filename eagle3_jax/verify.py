@@ -101,7 +101,7 @@ def verify_sampled(
     Child x with proposal mass q(x) is accepted iff u * q(x) < p(x), strictly; otherwise p becomes what is left of it,
     max(0, p - q), and the next sibling is tried against that. When no child is accepted, the target's own token is
     drawn from what is left; at a leaf, from the fresh p there (speculative sampling, paper section 2.1; for
-    deterministic proposals q is one-hot, facts of the official code's sampling in utils.py:375-415).
+    deterministic proposals q is one-hot, as in the official code, utils.py:375-415).
 
     Args:
       tree: the proposals.

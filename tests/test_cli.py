@@ -226,6 +226,10 @@ def test_a_broken_target_is_refused_in_one_paragraph(folders, capsys, tmp_path, 
         (("--prompt", "x", "--draft", "/nowhere"), "/nowhere"),
         (("--prompt", "x", "--device", "tpu"), "tpu"),
         (("--prompts", "/nowhere.jsonl"), "no such file"),
+        (("--prompt", "x", "--draft-length", "3"), "--draft with --draft-length"),
+        (("--prompt", "x", "--logprobs"), "--json with --logprobs"),
+        (("--prompt", "x", "--stream", "--json"), "either --stream"),
+        (("--prompt", "x", "--stream", "--batch", "2"), "one row at a time"),
     ],
 )
 def test_bad_arguments_are_refused(folders, capsys, arguments, words):
@@ -347,6 +351,23 @@ def test_line_separators_inside_a_string_do_not_split_a_row(tmp_path):
     assert prompts.read_jsonl(file) == [{"prompt": "a\u2028b\u0085c"}]
 
 
+def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    with pytest.raises(InputError, match="other bytes on line 2"):
+        prompts.read_jsonl(file)
+
+
+def test_lists_are_given_at_once_or_one_by_one():
+    parse = cli.build_parser().parse_args
+    common = ["bench", "--target", "t", "--out", "o"]
+    once = parse([*common, "--draft", "a=A", "b=B", "--tasks", "x=X", "y=Y"])
+    repeated = parse([*common, "--draft", "a=A", "--draft", "b=B", "--tasks", "x=X", "--tasks", "y=Y"])
+    assert vars(once) == vars(repeated)
+    assert (once.draft, once.tasks) == (["a=A", "b=B"], ["x=X", "y=Y"])
+    assert parse(["generate", "--target", "t", "--prompt", "p", "--stop", "u", "v"]).stop == ["u", "v"]
+
+
 def test_what_each_form_of_prompt_asks():
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     assert prompts.prompt_messages({"messages": messages}, "row") == messages
@@ -404,6 +425,10 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
     code, out, _ = run(capsys, "export", output, draft)
     assert (code, out.strip()) == (0, str(draft))
     assert run(capsys, "export", output, draft)[0] == 2
+    for place in (output, tmp_path):  # neither is a draft's folder
+        code, _, notes = run(capsys, "export", output, place, "--force")
+        assert (code, "which is neither" in notes) == (2, True)
+    assert (output / "run.json").exists()
     code, out, notes = run(
         capsys, "eval", "--target", target, "--draft", draft, "--data", answers, "--limit", 4, "--json"
     )
@@ -476,6 +501,38 @@ def test_a_draft_that_serves_longer_than_it_was_trained_says_so(folders, capsys,
     common = ("generate", "--target", folders[0], "--draft", tmp_path / "draft", "--prompt", "x", "--max-new-tokens")
     assert "the draft was trained on 32" in run(capsys, *common, 40)[2]
     assert "the draft was trained on" not in run(capsys, *common, 4)[2]
+    save_draft(tmp_path / "draft", tiny.draft(target, taps=(0, 1, 2), max_position_embeddings=24), force=True)
+    code, out, notes = run(capsys, *common, 60)
+    assert (code, "the draft was made for 24" in notes) == (0, True)
+    assert out == run(capsys, *common[:3], *common[5:], 60)[1]  # the text that plain decoding gives
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly():
+    code = (
+        "import sys\nfrom eagle3_jax import cli, commands\n"
+        "commands.generate = lambda args: [print('x' * 100) for _ in range(10000)] and 0\n"
+        "sys.exit(cli.main(['generate', '--target', 'x', '--prompt', 'y']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        notes = child.stderr.read()
+    assert (child.returncode, notes) == (130, b"")
+
+
+def test_places_that_cannot_be_written_are_bad_input(folders, capsys, monkeypatch, tmp_path):
+    common = ("generate", "--target", folders[0], "--prompt", "x", "--max-new-tokens", 2)
+    (tmp_path / "file").write_text("")
+    code, _, notes = run(capsys, *common, "--cache-dir", tmp_path / "file")
+    assert (code, "a folder for compiled programs" in notes) == (2, True)
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        code, _, notes = run(capsys, *common)
+    assert (code, "compiled programs are not kept" in notes) == (0, True)
+    monkeypatch.setattr("eagle3_jax.commands.load_target", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
+    code, _, notes = run(capsys, *common)
+    assert (code, "can be read and written; found no" in notes) == (2, True)
 
 
 def test_a_second_process_compiles_nothing_that_the_first_one_did(folders, tmp_path):

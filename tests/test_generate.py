@@ -15,13 +15,11 @@ from eagle3_jax.cache import KVCache
 from eagle3_jax.engine import Request, pad_eos, prefill, sampling_of
 from eagle3_jax.generate import (
     CONTEXT,
-    LENGTH,
     RUNNING,
     STOP,
     Structure,
     decode_round,
     empty_state,
-    keep_tokens,
     prefill_chunk,
 )
 from eagle3_jax.metrics import tau
@@ -157,35 +155,6 @@ def test_the_context_ends_an_answer_inside_a_block(monkeypatch: pytest.MonkeyPat
     (answer,) = answers(toy(), draft, [Request(prompt, max_new_tokens=room + 5)], draft_length=4)
     assert answer.finish_reason == "context"
     assert answer.token_ids == expected.token_ids
-
-
-@pytest.mark.parametrize("keep", [1, 2, 3, 4, 5])
-def test_a_block_cut_by_the_host_continues_as_plain(
-    monkeypatch: pytest.MonkeyPatch, plain: list[int], keep: int
-) -> None:
-    install_oracle(monkeypatch)
-    # After the cut, some proposals are wrong, so that the continuation depends on what the caches hold.
-    draft = oracle(toy_draft(), PROMPT, corrupted(plain, {9, 14, 15}))
-    request = Request(PROMPT, max_new_tokens=PLAIN_LENGTH)
-    state, structure, sampling = start(toy(), draft, request, 4)
-    state = decode_round(toy(), draft, state, sampling, NO_EOS, structure=structure)
-    assert int(state.count[0]) == 5
-    state = keep_tokens(state, jnp.asarray([keep], jnp.int32))
-    assert decided(state) == plain[1 : 1 + keep]
-    assert int(state.remaining[0]) == PLAIN_LENGTH - 1 - keep
-    text = plain[: 1 + keep] + finish(toy(), draft, state, sampling, structure)
-    assert text == plain
-
-
-def test_a_cut_takes_back_the_end_of_a_row(monkeypatch: pytest.MonkeyPatch, plain: list[int]) -> None:
-    install_oracle(monkeypatch)
-    draft = oracle(toy_draft(), PROMPT, plain)
-    state, structure, sampling = start(toy(), draft, Request(PROMPT, max_new_tokens=6), 4)
-    state = decode_round(toy(), draft, state, sampling, NO_EOS, structure=structure)
-    assert int(state.reason[0]) == LENGTH
-    state = keep_tokens(state, jnp.asarray([2], jnp.int32))
-    assert int(state.reason[0]) == RUNNING
-    assert plain[:3] + finish(toy(), draft, state, sampling, structure) == plain[:6]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -108,7 +108,14 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
         ({"taps": (2, 2, 4)}, "taps: ascending"),
         ({"taps": (-1, 2)}, "taps: ascending"),
         ({"held_out_rows": -1}, "held_out_rows: 0 or more"),
-        ({"clip": 0.0}, "clip: a bound above 0"),
+        *(({name: value}, f"{name}: a finite number above 0; found {value}") for name, value in (
+            ("clip", 0.0), ("rope_theta", float("nan")),
+        )),
+        *(({name: value}, f"{name}: a finite number, 0 or more; found {value}") for name, value in (
+            ("learning_rate", float("inf")), ("step_decay", -0.5), ("weight_decay", float("nan")),
+        )),
+        ({"betas": (0.9, 1.0)}, "betas: two numbers from 0 to below 1"),
+        ({"seed": -1}, "seed: from 0 to 4294967295; found -1"),
         ({"data": ()}, "data: data files, or folders of features; found neither"),
         ({"supervise": "prompts"}, "supervise: replies or all; found prompts"),
         ({"compute_dtype": "float16"}, "compute_dtype: float32 or bfloat16; found float16"),
@@ -116,6 +123,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
         ({"final_learning_rate": -1e-5}, "final_learning_rate: between 0"),
         *(({name: 0}, f"{name}: at least 1; found 0") for name in (
             "row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep",
+            "draft_vocab_size",
         )),
     ],
 )  # fmt: skip

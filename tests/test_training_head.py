@@ -86,6 +86,16 @@ def test_positions_that_nobody_asked_for_are_not_computed(monkeypatch: pytest.Mo
     def loss(hidden: jax.Array) -> jax.Array:
         return soft_cross_entropy(hidden, jnp.ones((5, 8)), labels, jnp.ones((5, 8)), weights, jnp.asarray(wanted))[0]
 
+    chunks = []
+    compute = head_room._chunk
+
+    def counted(*arguments: Any) -> Any:
+        jax.debug.callback(lambda: chunks.append(1))
+        return compute(*arguments)
+
+    monkeypatch.setattr(head_room, "_chunk", counted)
     value, gradient = loss(hidden)
+    jax.effects_barrier()
+    assert len(chunks) == used.sum()
     np.testing.assert_allclose(value, wanted.sum() * np.log(5), rtol=1e-6)
     assert np.isfinite(gradient).all()

@@ -25,8 +25,7 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from eagle3_jax import cli
-from eagle3_jax.checkpoint import load_draft, load_target
+from eagle3_jax.checkpoint import load_target, save_draft
 from eagle3_jax.errors import InputError
 from eagle3_jax.training import loop
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
@@ -266,33 +265,46 @@ def test_another_config_in_the_same_folder_is_refused(
 
 @pytest.mark.parametrize("size", [96, 64, 320])
 def test_the_head_has_the_vocabulary_that_was_asked_for(settings: TrainConfig, tmp_path: Path, size: int):
-    config = dataclasses.replace(settings, output=str(tmp_path / "run"), draft_vocab_size=size)
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), draft_vocab_size=size, row_length=128)
     run = RunFolder(tmp_path / "run")
     setup = loop._prepare(config, run)
     _, draft, vocab = run.read()
     assert setup.draft.params.lm_head.shape == (size, 64)
     assert setup.teacher.label_head.shape == (size, 64)
     assert draft.draft_vocab_size == vocab.size == size
+    assert draft.trained_length == 1 + packed_rows(config).positions.max() < config.row_length
     np.testing.assert_array_equal(vocab.d2t, setup.draft.vocab.d2t)
     head = np.asarray(load_target(Path(config.target)).params.lm_head)
     np.testing.assert_array_equal(setup.draft.params.lm_head, head[np.asarray(vocab.d2t)])
 
 
-def test_a_target_with_heads_of_their_own_size_gets_a_draft_with_the_same(settings: TrainConfig, tmp_path: Path):
+def test_a_run_is_not_continued_on_other_contents_under_the_same_names(settings: TrainConfig, tmp_path: Path):
     shutil.copytree(settings.target, tmp_path / "target")
-    tiny.hf_target(num_hidden_layers=2, head_dim=32).save_pretrained(tmp_path / "target")
+    data = tmp_path / "rows.jsonl"
+    rows = Path(settings.data[0]).read_text(encoding="utf-8")
+    data.write_text(rows, encoding="utf-8")
+    model = load_target(tmp_path / "target")
+    for name, seed in (("draft", 0), ("other", 1)):
+        save_draft(tmp_path / name, tiny.draft(model, seed, taps=TAPS))
     config = dataclasses.replace(
-        settings, target=str(tmp_path / "target"), output=str(tmp_path / "run"), updates=2, schedule=((2, 2),), warmup=1
-    )
-    train(config)
-    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "draft"), "--dtype", "float32"]) == 0
-    assert json.loads((tmp_path / "draft" / "config.json").read_text())["head_dim"] == 32
-    draft = load_draft(tmp_path / "draft", load_target(tmp_path / "target"))
-    assert draft.params.q.shape == (4, 32, 128)
-    trained: Any = saved(tmp_path / "run")
-    for name, array in trained["params"].items():
-        if array is not None:
-            np.testing.assert_array_equal(getattr(draft.params, name), array, err_msg=name)
+        settings, target=str(tmp_path / "target"), data=(str(data),), output=str(tmp_path / "run"),
+        init=str(tmp_path / "draft"),
+    )  # fmt: skip
+    again = lambda: loop._prepare(config, RunFolder(tmp_path / "run"))
+    again()
+    again()
+    data.write_text(rows + rows.splitlines(keepends=True)[0], encoding="utf-8")
+    with pytest.raises(InputError, match="the same rows that the run"):
+        again()
+    data.write_text(rows, encoding="utf-8")
+    weights = (tmp_path / "draft" / "model.safetensors").read_bytes()
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "draft")
+    with pytest.raises(InputError, match="the same draft of --init that the run"):
+        again()
+    (tmp_path / "draft" / "model.safetensors").write_bytes(weights)
+    tiny.hf_target(1, num_hidden_layers=2).save_pretrained(tmp_path / "target")
+    with pytest.raises(InputError, match="the same target that the run"):
+        again()
 
 
 def test_features_on_disk_train_as_the_target_in_the_loop_does(
@@ -463,4 +475,4 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path):
 
 def test_what_json_has_no_words_for_is_null_in_the_log():
     entry = {"a": float("nan"), "b": [float("inf"), 1.0, None], "c": {"d": -float("inf")}, "e": "skipped", "f": True}
-    assert loop._finite(entry) == {"a": None, "b": [None, 1.0, None], "c": {"d": None}, "e": "skipped", "f": True}
+    assert loop.finite(entry) == {"a": None, "b": [None, 1.0, None], "c": {"d": None}, "e": "skipped", "f": True}

@@ -220,6 +220,14 @@ def test_slots_are_those_of_the_definition(data: st.DataObject):
         np.testing.assert_array_equal(slots.assistant[s], tiny.assistant_slots(np.asarray(spans), s))
 
 
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_rows_shorter_than_the_unrolled_steps_have_slots_at_the_first_ones_only(length: int):
+    spans = jnp.ones((1, length), jnp.int32)
+    slots = find_slots(spans, spans * 0, jnp.ones(1, bool), 7)
+    assert slots.assistant.shape == (7, 1, length)
+    assert np.asarray(slots.assistant.sum((1, 2))).tolist() == [max(0, length - 2 - s) for s in range(7)]
+
+
 def test_joint_and_conditional_acceptance_are_told_apart():
     # Ten slots at each step; 8 right at first, 6 of these right again, 7 right at the second step in all.
     told = teacher_forced([20.0, 0.0], [5.0, 0.0], [10, 10], [8, 7], [8, 6], [10, 8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from eagle3_jax.vocab import DraftVocab, vocab_from_ids
 RUN_FILE = "run.json"
 _README = """A training run of eagle3_jax.
 
-- run.json: config, draft config, draft vocabulary
+- run.json: config, draft config, draft vocabulary, marks of what was read
 - metrics.jsonl: one object per logged update, and held-out metrics
 - checkpoints/N: the state after N updates, optimiser included; needed to resume, not to decode
 
@@ -68,13 +69,14 @@ class RunFolder:
             )
         return self._manager
 
-    def start(self, config: TrainConfig, draft: DraftConfig, vocab: DraftVocab) -> None:
-        """Record what the run is, before its first update."""
+    def start(self, config: TrainConfig, draft: DraftConfig, vocab: DraftVocab, marks: Mapping[str, str]) -> None:
+        """Record what the run is, before its first update; `marks` name the contents of what it reads."""
         self.folder.mkdir(parents=True, exist_ok=True)
         record = {
             "config": dataclasses.asdict(config),
             "draft": draft.to_hf(),
             "draft_vocab": np.asarray(vocab.d2t).tolist(),
+            "marks": dict(marks),
         }
         replace_file(self.folder / RUN_FILE, lambda part: part.write_text(json.dumps(record) + "\n", encoding="utf-8"))
         readme = self.folder / "README.md"
@@ -117,6 +119,21 @@ class RunFolder:
                 expected=f"the config that the run in {self.folder} was started with",
                 found="; ".join(f"{name} {given[name]} instead of {recorded.get(name)}" for name in differing),
                 remedy="Resume with the same values, or choose another --output.",
+            )
+
+    def check_marks(self, marks: Mapping[str, str]) -> None:
+        """Refuse to continue a run on other contents under the same names.
+
+        Raises:
+          InputError: naming what changed.
+        """
+        recorded = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))["marks"]
+        changed = [name for name, mark in marks.items() if recorded.get(name) != mark]
+        if changed:
+            raise InputError(
+                expected=f"the same {', '.join(changed)} that the run in {self.folder} was started with",
+                found="other contents under the same name",
+                remedy="Put them back, or choose another --output (--init continues a draft on other data).",
             )
 
     def save(self, state: TrainState, joint: float | None = None) -> None:

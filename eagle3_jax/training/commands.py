@@ -30,7 +30,7 @@ from eagle3_jax.training.checkpoint import RunFolder
 from eagle3_jax.training.config import TrainConfig, check_row_length, load_config, override
 from eagle3_jax.training.data import encode_file
 from eagle3_jax.training.dry_run import measure_memory
-from eagle3_jax.training.features import Rows, write_features
+from eagle3_jax.training.features import Rows, check_tokens, write_features
 from eagle3_jax.training.packing import pack
 from eagle3_jax.training.step import TrainState, make_optimizer
 
@@ -58,7 +58,8 @@ def train(args: argparse.Namespace) -> int:
         print(json.dumps({"bytes": sizes, "updates": config.updates}))
         return 0
     result = loop.train(config, profile=None if args.profile is None else Path(args.profile))
-    print(json.dumps({"output": config.output, "updates": result.updates, "held_out": result.evaluation}))
+    summary = {"output": config.output, "updates": result.updates, "held_out": result.evaluation}
+    print(json.dumps(loop.finite(summary)))
     return 0 if result.finished else 130
 
 
@@ -102,13 +103,15 @@ def evaluate(args: argparse.Namespace) -> int:
     encoded = encoded[: args.limit]
     target = load_target(folder, runtime.DTYPES[info.dtype])
     draft = load_draft(Path(args.draft), target)
-    rows = Rows(pack(encoded, row_length=row_length, seed=0))
+    packed = pack(encoded, row_length=row_length, seed=0)
+    check_tokens(packed, target.config.vocab_size)
+    rows = Rows(packed)
     forced = loop.evaluate_rows(target, draft, rows, args.draft_length)
     requests = []
-    for document in encoded:
+    for index, document in enumerate(encoded):
         start = int((document.spans > 0).argmax())
         request = Request(tuple(document.tokens[:start].tolist()), max_new_tokens=args.max_new_tokens)
-        check_request(request, target.config)
+        check_request(request, target.config, f"the prompt of document {index + 1} of {args.data}")
         requests.append(request)
     answers = []
     for event in decode(target, draft, requests, draft_length=args.draft_length, eos=eos_ids(folder, tokenizer)):
@@ -204,7 +207,7 @@ def regenerate(args: argparse.Namespace) -> int:
             tokens=ids, max_new_tokens=args.max_new_tokens,
             temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed + index,
         )  # fmt: skip
-        check_request(request, config, index)
+        check_request(request, config, where)
         asked.append((request, {"id": name, "source": row.get("source"), "messages": messages}))
     skipped = f", {too_long} longer than {args.max_prompt_tokens} tokens left out" if too_long else ""
     print(f"{len(asked)} prompts to answer, {answered} answered before{skipped}", file=sys.stderr)

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,8 @@ class TrainConfig:
       features: folders of `eagle3-jax data features`; when given, the target's layers are not run and `data` is unused.
       init: a draft folder to continue from; empty begins with new weights.
       held_out_rows: rows never trained on, for evaluation; of several folders of features, the first one's.
-      supervise: replies, as decoding will draft them, or all: every document whole, which needs no answers of
-        the target's own and so makes more of little data, in a first run that a second one on replies continues.
+      supervise: replies, as decoding will draft them, or all: every conversation whole, prompts and other models'
+        answers included, which makes more of little data, in a first run that a second one on replies continues.
       draft_vocab_size: C.
       taps: boundaries; empty means the paper's default for the target.
       rope_theta: the draft's own rotary base.
@@ -103,7 +104,19 @@ class TrainConfig:
             str(self.taps),
         )
         self._require(self.held_out_rows >= 0, "held_out_rows", "0 or more", str(self.held_out_rows))
-        self._require(self.clip > 0, "clip", "a bound above 0", str(self.clip))
+        for name in ("clip", "rope_theta"):
+            value = getattr(self, name)
+            self._require(0 < value < math.inf, name, "a finite number above 0", str(value))
+        for name in ("learning_rate", "step_decay", "weight_decay"):
+            value = getattr(self, name)
+            self._require(0 <= value < math.inf, name, "a finite number, 0 or more", str(value))
+        self._require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            "betas",
+            "two numbers from 0 to below 1",
+            str(self.betas),
+        )
+        self._require(0 <= self.seed < 2**32, "seed", "from 0 to 4294967295", str(self.seed))
         self._require(
             0 <= self.warmup < self.updates,
             "warmup",
@@ -115,7 +128,8 @@ class TrainConfig:
         )
         self._require(self.supervise in ("replies", "all"), "supervise", "replies or all", self.supervise)
         self._require(bool(self.data or self.features), "data", "data files, or folders of features", "neither")
-        for name in ("row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep"):
+        counts = ("row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep")
+        for name in (*counts, "draft_vocab_size"):
             self._require(getattr(self, name) >= 1, name, "at least 1", str(getattr(self, name)))
         self._require(
             self.learning_rate >= self.final_learning_rate >= 0,

@@ -273,12 +273,12 @@ def read_rows(path: Path) -> tuple[list[Row], ReadReport]:
             read += 1
             try:
                 rows.append(_parse(json.loads(raw.decode("utf-8")), line))
-            except UnicodeDecodeError:
-                tally.add("not UTF-8", line)
-            except (json.JSONDecodeError, RecursionError):
-                tally.add("not valid JSON", line)
             except RowError as error:
                 tally.add(error.reason, line)
+            except UnicodeDecodeError:
+                tally.add("not UTF-8", line)
+            except (ValueError, RecursionError):  # of JSON, or of a number too long for Python
+                tally.add("not valid JSON", line)
     report = ReadReport(path, read, len(rows), blank, tally.frozen())
     if not rows:
         raise InputError(

@@ -37,12 +37,13 @@ from eagle3_jax.training.features import (
     RowSource,
     check_tokens,
     features_in_loop,
+    rows_mark,
     stack_rows,
     tap_scales,
 )
 from eagle3_jax.training.loss import Batch, StepSums
 from eagle3_jax.training.packing import Packed, pack
-from eagle3_jax.training.start import describe, initial_params, label_head
+from eagle3_jax.training.start import describe, draft_mark, initial_params, label_head
 from eagle3_jax.training.step import Teacher, TrainState, make_eval_step, make_optimizer, make_train_step
 
 logger = logging.getLogger(__name__)
@@ -140,12 +141,12 @@ def _sums_to_metrics(sums: StepSums) -> dict[str, Any]:
     return teacher_forced(**{field.name: getattr(host, field.name) for field in dataclasses.fields(StepSums)})
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same with null for nan and infinities, which JSON has no words for."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -187,12 +188,16 @@ def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
             remedy="Give more data, shorter rows (--row_length), or fewer --held_out_rows.",
         )
     online = not config.features
+    marks = {"target": fingerprint(target), "rows": rows_mark(rows)}
+    if config.init and not (run.exists and run.latest() is not None):
+        marks["draft of --init"] = draft_mark(Path(config.init))
     if run.exists:
         run.check_same(config)
+        run.check_marks(marks)
         _, draft_config, vocab = run.read()
     else:
         draft_config, vocab = describe(config, target, taps, rows, eos_ids(folder, load_tokenizer(folder)))
-        run.start(config, draft_config, vocab)
+        run.start(config, draft_config, vocab, marks)
     if config.init and run.latest() is None:
         # Copies: an update donates the draft's arrays, and a borrowed head would be the target's own.
         params = jax.tree.map(jnp.array, load_draft(Path(config.init), target, jnp.float32).params)
@@ -299,7 +304,7 @@ def train(config: TrainConfig, profile: Path | None = None) -> Result:
     log = run.metrics.open("a", encoding="utf-8")
 
     def record(entry: dict[str, Any]) -> None:
-        log.write(json.dumps(_finite(entry), allow_nan=False) + "\n")
+        log.write(json.dumps(finite(entry), allow_nan=False) + "\n")
         log.flush()
 
     with interrupt.watch(), log:

@@ -82,6 +82,7 @@ def document_mask(documents: jax.Array) -> jax.Array:
 
 def _ahead(values: jax.Array, by: int, fill: int) -> jax.Array:
     """values[:, j + by] at slot j; `fill` past the end of the row."""
+    by = min(by, values.shape[1])
     return jnp.pad(values[:, by:], ((0, 0), (0, by)), constant_values=fill)
 
 

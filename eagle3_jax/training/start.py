@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.checkpoint import fingerprint, load_draft
+from eagle3_jax.checkpoint import SINGLE_FILE, fingerprint, load_draft
 from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
 from eagle3_jax.draft import DraftParams, draft_specs
 from eagle3_jax.errors import InputError
@@ -21,6 +22,19 @@ from eagle3_jax.training.features import RowSource
 from eagle3_jax.vocab import DraftVocab, most_frequent, vocab_from_ids
 
 logger = logging.getLogger(__name__)
+
+
+def draft_mark(folder: Path) -> str:
+    """A short name for the weights and the vocabulary of a draft folder."""
+    path = folder / SINGLE_FILE
+    if not path.is_file():
+        raise InputError(
+            expected=f"a draft folder as --init, with {SINGLE_FILE}",
+            found=f"no such file in {folder}",
+            remedy="Pass what `eagle3-jax export` wrote.",
+        )
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def describe(
@@ -40,28 +54,31 @@ def describe(
     Raises:
       InputError: the draft to continue is of another shape than the config says.
     """
+    longest = 1 + max(int(rows.text(index)["positions"].max()) for index in range(len(rows)))
     if config.init:
-        return _continued(config, target, taps)
+        return _continued(config, target, taps, longest)
     vocab, coverage = choose_vocab(rows, config.draft_vocab_size, target.config.vocab_size, stops)
-    logger.info("draft vocabulary: %d tokens cover %.2f %% of the supervised ones", vocab.size, 100 * coverage)
-    return dataclasses.replace(new_shape(config, target.config, taps), target_fingerprint=fingerprint(target)), vocab
+    logger.info("draft vocabulary: %d tokens cover %.2f %% of those in replies", vocab.size, 100 * coverage)
+    shape = new_shape(config, target.config, taps)
+    return dataclasses.replace(shape, trained_length=longest, target_fingerprint=fingerprint(target)), vocab
 
 
 def new_shape(config: TrainConfig, target: TargetConfig, taps: tuple[int, ...]) -> DraftConfig:
-    """The draft that a run without `init` trains, but for the target's fingerprint."""
+    """The draft that a run without `init` trains, but for the target's fingerprint and the documents' length."""
     return DraftConfig.for_target(
         target,
         draft_vocab_size=config.draft_vocab_size,
         taps=taps,
         rope=RopeConfig(theta=config.rope_theta),
-        trained_length=config.row_length,
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
         norm_before_residual=config.norm_before_residual,
     )
 
 
-def _continued(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tuple[DraftConfig, DraftVocab]:
+def _continued(
+    config: TrainConfig, target: Target, taps: tuple[int, ...], longest: int
+) -> tuple[DraftConfig, DraftVocab]:
     draft = load_draft(Path(config.init), target)
     shape = draft.config
     pairs = {
@@ -79,12 +96,12 @@ def _continued(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> tu
             found=", ".join(f"{name} {pair[1]}" for name, pair in differing.items()),
             remedy="Give the run the values of the draft that it continues, or begin without --init.",
         )
-    length = max(config.row_length, shape.trained_length or 0)
+    length = max(longest, shape.trained_length or 0)
     return dataclasses.replace(shape, trained_length=length, target_fingerprint=fingerprint(target)), draft.vocab
 
 
 def choose_vocab(rows: RowSource, size: int, vocab_size: int, always: tuple[int, ...]) -> tuple[DraftVocab, float]:
-    """The most frequent supervised tokens, and the share of supervised tokens that they cover."""
+    """The most frequent tokens of replies, and the share of their tokens that these cover."""
     counts = np.zeros(vocab_size, np.int64)
     for index in range(len(rows)):
         row = rows.text(index)
