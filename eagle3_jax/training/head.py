@@ -6,6 +6,7 @@ Letters: S unrolled steps, M tokens of a micro-batch laid end to end, D model wi
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ from eagle3_jax.sampling import most_likely
 HEAD_CHUNK = 256  # tokens whose logits exist at one time
 
 
-def chunk_count(tokens: int, size: int) -> int:
-    """Number of equal chunks, of at most `size` tokens, that the tokens make when padded to a multiple of it."""
-    return -(-tokens // size)
+def ceil_div(whole: Any, part: Any) -> Any:
+    """whole / part, rounded up; integers or integer arrays."""
+    return -(-whole // part)
 
 
 def soft_cross_entropy(
@@ -113,8 +114,9 @@ def _sweep(
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
     """`soft_cross_entropy`, and with `gradients` those with respect to `hidden` and `head`."""
     steps, tokens, width = hidden.shape
-    count = chunk_count(tokens, HEAD_CHUNK)
-    length = chunk_count(tokens, count)
+    # Equal chunks of at most HEAD_CHUNK tokens, the last one padded.
+    count = ceil_div(tokens, HEAD_CHUNK)
+    length = ceil_div(tokens, count)
     extra = count * length - tokens
     order, used = _wanted_first(wanted)
     back = jnp.argsort(order)
@@ -159,7 +161,7 @@ def _sweep(
     done = (jnp.zeros(shares.shape, jnp.float32), jnp.zeros(shares.shape, jnp.int32))
     if gradients:
         done += (jnp.zeros_like(parts), jnp.zeros((width, head.shape[0]), jnp.float32))
-    done = jax.lax.fori_loop(0, -(-used // length), body, done)
+    done = jax.lax.fori_loop(0, ceil_div(used, length), body, done)
     losses, guesses = restore(done[0]), restore(done[1])
     total = jnp.sum(jnp.where(weights > 0, losses * weights, 0.0))
     return total, losses, guesses, (restore(done[2]), done[3].T.astype(head.dtype)) if gradients else None

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from eagle3_jax.draft import Draft, DraftParams
 from eagle3_jax.sampling import most_likely
 from eagle3_jax.target import Target, target_forward
-from eagle3_jax.training.head import chunk_count
+from eagle3_jax.training.head import ceil_div
 from eagle3_jax.training.loss import (
     Batch,
     Slots,
@@ -84,7 +84,7 @@ def target_features(
     out = target_forward(target, tokens, positions, document_mask(documents), taps=taps)
     rows, length, width = out.hidden.shape
     total = rows * length
-    chunks = chunk_count(total, ARGMAX_CHUNK)
+    chunks = ceil_div(total, ARGMAX_CHUNK)
     flat = jnp.pad(out.hidden.reshape(total, width), ((0, -total % chunks), (0, 0)))
     parts = flat.reshape(chunks, -1, width)
 
