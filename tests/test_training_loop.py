@@ -361,8 +361,8 @@ def test_every_shipped_recipe_runs(settings: TrainConfig, tmp_path: Path, path: 
     shared = ("target", "data", "taps", "row_length", "batch_rows", "draft_vocab_size")
     changes = {name: getattr(settings, name) for name in shared}
     config = dataclasses.replace(
-        load_config(path), output=str(tmp_path / "run"), features=(), updates=2, schedule=((1, 1), (1, 2)), warmup=1,
-        held_out_rows=2, **changes,
+        load_config(path), output=str(tmp_path / "run"), features=(), init="", updates=2, schedule=((1, 1), (1, 2)),
+        warmup=1, held_out_rows=2, **changes,
     )  # fmt: skip
     assert train(config).finished
     assert [entry["steps"] for entry in logged(tmp_path / "run") if "steps" in entry] == [1, 2]
