@@ -42,5 +42,5 @@ def test_the_shipped_draft_changes_nothing_and_is_accepted():
     ]
     assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
     accepted = tau([len(a.token_ids) for a in drafted], [a.verification_passes for a in drafted])
-    assert accepted is not None
-    assert accepted > 1.5
+    # What these weights gave when they were released; a change here is a change of the draft's wiring.
+    assert accepted == pytest.approx(189 / 98, rel=0.01)
