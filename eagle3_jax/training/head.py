@@ -21,6 +21,7 @@ def ceil_div(whole: Any, part: Any) -> Any:
     return -(-whole // part)
 
 
+@jax.custom_vjp
 def soft_cross_entropy(
     hidden: jax.Array,
     head: jax.Array,
@@ -52,7 +53,7 @@ def soft_cross_entropy(
       The weighted sum, the cross-entropy of each slot [S, M], and the draft's guesses [S, M] int32 (draft ids); both
       mean nothing where not wanted. Gradients flow from the first only.
     """
-    return _with_gradients(hidden, head, label_hidden, label_head, weights, wanted)
+    return _sweep(hidden, head, label_hidden, label_head, weights, wanted, False)[:3]
 
 
 def _wanted_first(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -167,11 +168,6 @@ def _sweep(
     return total, losses, guesses, (restore(done[2]), done[3].T.astype(head.dtype)) if gradients else None
 
 
-@jax.custom_vjp
-def _with_gradients(hidden, head, label_hidden, label_head, weights, wanted):
-    return _sweep(hidden, head, label_hidden, label_head, weights, wanted, False)[:3]
-
-
 def _forward(hidden, head, label_hidden, label_head, weights, wanted):
     *out, gradients = _sweep(hidden, head, label_hidden, label_head, weights, wanted, True)
     return tuple(out), gradients
@@ -190,4 +186,4 @@ def _backward(saved, cotangents):
     )
 
 
-_with_gradients.defvjp(_forward, _backward)
+soft_cross_entropy.defvjp(_forward, _backward)
