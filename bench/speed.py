@@ -15,8 +15,9 @@ from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_draft, load_target
 from eagle3_jax.costs import measure_costs
 from eagle3_jax.errors import InputError
+from eagle3_jax.tree import TreeShape
 
-BLOCKS = (2, 3, 4, 5, 6, 8)
+SHAPES = (*map(TreeShape.chain, (1, 2, 3, 4, 5, 7)), TreeShape(9, 4, 3), TreeShape(16, 5, 4), TreeShape(24, 6, 4))
 
 
 def main() -> int:
@@ -32,12 +33,13 @@ def main() -> int:
     print(info, file=sys.stderr)
     target = load_target(Path(args.target), runtime.DTYPES[info.dtype])
     draft = load_draft(Path(args.draft), target)
-    costs = measure_costs(target, draft, BLOCKS, cache_length=args.cache, repeats=args.repeats)
-    rows = {"plain": costs.plain, "draft step": costs.draft_step}
+    costs = measure_costs(target, draft, SHAPES, cache_length=args.cache, repeats=args.repeats)
+    rows = {"plain": costs.plain}
+    rows |= {f"draft step, {nodes} node{'s' * (nodes > 1)}": seconds for nodes, seconds in costs.draft_step.items()}
     rows |= {f"verify({length})": seconds for length, seconds in costs.verify.items()}
     rows |= {f"catch-up({length})": seconds for length, seconds in costs.catch_up.items()}
     for name, seconds in rows.items():
-        print(f"{name:<12}{1e3 * seconds:8.2f} ms   {seconds / costs.plain:6.3f} plain steps")
+        print(f"{name:<21}{1e3 * seconds:8.2f} ms   {seconds / costs.plain:6.3f} plain steps")
     return 0
 
 

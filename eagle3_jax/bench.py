@@ -19,9 +19,11 @@ from eagle3_jax.costs import Costs, measure_costs
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Answer, Request, cache_length_for, decode, prefill_buckets
 from eagle3_jax.errors import InputError
+from eagle3_jax.generate import Drafter
 from eagle3_jax.metrics import conditional_n_alpha, ratio, tau, tokens_per_second
 from eagle3_jax.runtime import Runtime
 from eagle3_jax.target import Target
+from eagle3_jax.tree import TreeShape
 
 Runner = Callable[[Request], Answer]
 
@@ -31,21 +33,38 @@ class Method:
     """One column of a comparison.
 
     Attributes:
-      name: plain, eagle3 or hf.
-      draft_name: the draft's label, for eagle3.
-      draft: the draft.
-      draft_length: W; 0 without a draft.
+      name: plain, eagle3, sps, lookup or hf.
+      draft_name: the draft's label, for eagle3 and sps.
+      draft: what drafts.
+      draft_length: W of a chain; 0 without a draft, and with a tree.
+      tree: the tree that is drafted instead of a chain.
     """
 
     name: str
     draft_name: str | None = None
-    draft: Draft | None = None
+    draft: Drafter | None = None
     draft_length: int = 0
+    tree: TreeShape | None = None
+
+    @property
+    def shape(self) -> TreeShape | None:
+        """What is drafted, a chain as the tree that it is; None without a draft."""
+        return self.tree or (TreeShape.chain(self.draft_length) if self.draft_length else None)
+
+    @property
+    def depth(self) -> int:
+        """W: most drafts that a round can accept."""
+        return 0 if self.shape is None else self.shape.depth
 
     @property
     def label(self) -> str:
         """How tables call it."""
-        return self.name if self.draft_name is None else f"{self.name} {self.draft_name} K={self.draft_length}"
+        if self.shape is None:
+            return self.name
+        shape = f"K={self.draft_length}"
+        if self.tree is not None:
+            shape = f"M={self.tree.nodes} W={self.tree.depth} k={self.tree.top_k}"
+        return " ".join(part for part in (self.name, self.draft_name, shape) if part)
 
 
 def _ours(target: Target, method: Method, eos: Sequence[int]) -> Runner:
@@ -53,12 +72,12 @@ def _ours(target: Target, method: Method, eos: Sequence[int]) -> Runner:
     warm: set[tuple[Any, ...]] = set()
 
     def events(request: Request) -> Iterator[Any]:
-        return decode(target, method.draft, [request], draft_length=method.draft_length, eos=eos)
+        return decode(target, method.draft, [request], draft_length=method.draft_length, tree=method.tree, eos=eos)
 
     def run(request: Request) -> Answer:
         shapes = (
             tuple(prefill_buckets(len(request.tokens))),
-            cache_length_for([request], target.config, method.draft_length),
+            cache_length_for([request], target.config, method.depth),
             request.temperature == 0,
         )
         if shapes not in warm:
@@ -186,6 +205,7 @@ def record(
         "method": method.name,
         "draft": method.draft_name,
         "draft_length": method.draft_length,
+        "tree": None if method.tree is None else dataclasses.asdict(method.tree),
         "task": task,
         "temperature": temperature,
         "batch": 1,
@@ -193,12 +213,12 @@ def record(
         "new_tokens": sum(tokens),
         "verification_passes": sum(passes),
         "tau": mean,
-        "n_alpha": conditional_n_alpha(accepted, method.draft_length),
+        "n_alpha": conditional_n_alpha(accepted, method.depth),
         "tokens_per_second": speed,
         "end_to_end_seconds": sum(answer.seconds for answer in answers),
         "time_to_first_token": ratio(sum(answer.first_token_seconds for answer in answers), len(answers)),
         "speedup": None if speed is None or plain_speed is None else ratio(speed, plain_speed),
-        "modelled_speedup": costs.speedup(mean, method.draft_length) if costs and mean else None,
+        "modelled_speedup": costs.speedup(mean, method.shape) if costs and mean and method.shape else None,
         "identical_to_plain": ratio(len(answers) - len(forks), len(answers)) if temperature == 0 else None,
         "forks": forks if temperature == 0 else [],
     }
@@ -212,10 +232,13 @@ def _costs(
     lengths = sorted(cache_length_for([request], target.config, 0) for request in requests)
     costs: dict[str | None, Costs] = {}
     for method in methods:
-        if method.draft is not None and method.draft_name not in costs and lengths:
-            blocks = {other.draft_length + 1 for other in methods if other.draft_name == method.draft_name}
+        if isinstance(method.draft, Draft) and method.draft_name not in costs and lengths:
+            same = [other.shape for other in methods if other.draft_name == method.draft_name]
             costs[method.draft_name] = measure_costs(
-                target, method.draft, sorted(blocks), cache_length=lengths[len(lengths) // 2]
+                target,
+                method.draft,
+                [shape for shape in same if shape is not None],
+                cache_length=lengths[len(lengths) // 2],
             )
     return costs
 
@@ -295,7 +318,8 @@ def render(records: Sequence[dict[str, Any]]) -> str:
         tasks = list(dict.fromkeys(entry["task"] for entry in chosen))
         rows: dict[str, dict[str, dict[str, Any]]] = {}
         for entry in chosen:
-            method = Method(entry["method"], entry["draft"], None, entry["draft_length"])
+            tree = None if entry["tree"] is None else TreeShape(**entry["tree"])
+            method = Method(entry["method"], entry["draft"], None, entry["draft_length"], tree)
             rows.setdefault(method.label, {})[entry["task"]] = entry
         parts.append(f"## Temperature {temperature:g}\n")
         parts.append(
@@ -326,7 +350,7 @@ def render(records: Sequence[dict[str, Any]]) -> str:
             parts.append(f"| {label}{note} | " + " | ".join(cells) + " |")
         if any(entry["modelled_speedup"] for entry in chosen):
             parts.append(
-                "\nOf its parts: tau / (verification + K draft steps + catching up), in plain steps, each timed alone."
+                "\nOf its parts: tau / (verification + drafting + catching up), in plain steps, each timed alone."
             )
         alphas = [(label, entry) for label, by_task in rows.items() for entry in by_task.values() if entry["n_alpha"]]
         if alphas:

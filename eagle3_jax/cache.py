@@ -39,6 +39,19 @@ class KVCache:
         return self.keys[0].shape[3]
 
 
+@struct.dataclass
+class History:
+    """The decided tokens of each row, which is all that some drafters keep.
+
+    Attributes:
+      tokens: [B, S] int32.
+      lengths: [B] int32.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+
+
 def empty_cache(
     layers: int, batch: int, num_kv_heads: int, length: int, head_dim: int, dtype: DTypeLike = jnp.float32
 ) -> KVCache:

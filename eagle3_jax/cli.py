@@ -28,7 +28,9 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def _integer(parser: argparse.ArgumentParser, flag: str, least: int, *, listed: bool = False, **options: Any) -> None:
+def _integer(
+    parser: argparse._ActionsContainer, flag: str, least: int, *, listed: bool = False, **options: Any
+) -> None:
     """Add a flag that takes an integer of at least `least`, or with `listed` several between commas."""
 
     def convert(text: str) -> Any:
@@ -44,6 +46,13 @@ def _integer(parser: argparse.ArgumentParser, flag: str, least: int, *, listed: 
 def _several(parser: argparse.ArgumentParser, flag: str, **options: Any) -> None:
     """Add a flag that takes several values, at once or by being repeated."""
     parser.add_argument(flag, nargs="+", action="extend", default=[], **options)
+
+
+def _tree(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("dynamic tree, instead of a chain")
+    _integer(group, "--tree-nodes", 2, metavar="M", help="nodes verified a round, the last decided token included")
+    _integer(group, "--tree-depth", 1, metavar="W", help="drafted levels")
+    _integer(group, "--tree-top-k", 1, metavar="K", help="nodes expanded in each level, and children of each")
 
 
 def _temperatures(text: str) -> list[float]:
@@ -87,12 +96,17 @@ def build_parser() -> argparse.ArgumentParser:
         'checkpoints/smollm2-135m-instruct-eagle3 --prompt "Why is the sky blue?" --stream',
     )
     generate.add_argument("--target", required=True, help="HuggingFace LLaMA folder")
-    generate.add_argument("--draft", help="canonical draft folder")
+    generate.add_argument("--draft", help="canonical draft folder, or a small model with the target's tokenizer")
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt")
     source.add_argument("--prompts", help='jsonl: {"prompt": text} | {"messages": [...]} | {"turns": [...]}')
-    generate.add_argument("--method", choices=("plain", "eagle3"), help="default: eagle3 with a draft, else plain")
-    _integer(generate, "--draft-length", 1, help=f"tokens drafted a round (default {commands.DRAFT_LENGTH})")
+    generate.add_argument(
+        "--method",
+        choices=("plain", "sps", "lookup", "eagle3"),
+        help="sps: a small model drafts; lookup: the text itself; default: what --draft is, else plain",
+    )
+    _integer(generate, "--draft-length", 1, help=f"tokens drafted a round in a chain (default {commands.DRAFT_LENGTH})")
+    _tree(generate)
     _sampling(generate)
     _several(generate, "--stop", metavar="TEXT", help="end the answer before TEXT")
     generate.add_argument("--ignore-eos", action="store_true")
@@ -149,12 +163,15 @@ def build_parser() -> argparse.ArgumentParser:
     _several(
         bench, "--tasks", required=True, metavar="NAME=FILE", help="prompts, as for generate; of `turns` the first"
     )
-    bench.add_argument("--methods", default="plain,eagle3", help="out of plain,eagle3,hf (default plain,eagle3)")
+    bench.add_argument(
+        "--methods", default="plain,eagle3", help="out of plain,eagle3,sps,lookup,hf (default plain,eagle3)"
+    )
     bench.add_argument("--temperatures", type=_temperatures, default=[0.0], help="comma-separated (default 0)")
     _integer(
-        bench, "--draft-length", 1, listed=True, default=[commands.DRAFT_LENGTH],
-        help=f"comma-separated; each is a row (default {commands.DRAFT_LENGTH})",
+        bench, "--draft-length", 1, listed=True,
+        help=f"of chains, comma-separated; each is a row (default {commands.DRAFT_LENGTH}, or none with a tree)",
     )  # fmt: skip
+    _tree(bench)
     _integer(bench, "--limit", 1, help="prompts of each task")
     _integer(bench, "--max-new-tokens", 1, default=128)
     bench.add_argument("--out", required=True)

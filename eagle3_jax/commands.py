@@ -10,17 +10,22 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jax.typing import DTypeLike
+
 from eagle3_jax import bench as benchmark
 from eagle3_jax import runtime
-from eagle3_jax.checkpoint import load_draft, load_target, read_target_config
+from eagle3_jax.baselines import Lookup, SmallModel
+from eagle3_jax.checkpoint import load_draft, load_target, read_config, read_target_config
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Answer, Request, check_request, decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import tau
 from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl
+from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import TextStream, check_stops, eos_ids, load_tokenizer
 from eagle3_jax.tokenizer import decode as decode_text
+from eagle3_jax.tree import TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +37,22 @@ DEAD_DRAFT_TAU, DEAD_DRAFT_PASSES = 1.1, 50
 
 def generate(args: argparse.Namespace) -> int:
     """Answer prompts; see `eagle3-jax generate --help`."""
-    method = args.method or ("eagle3" if args.draft else "plain")
-    if (method == "eagle3") != bool(args.draft):
+    method = args.method or (_kind(Path(args.draft)) if args.draft else "plain")
+    if (method in ("eagle3", "sps")) != bool(args.draft) or (args.draft and method != _kind(Path(args.draft))):
         raise InputError(
-            expected="--draft with --method eagle3, and no --draft with --method plain",
-            found=f"--method {method} {'with' if args.draft else 'without'} --draft",
-            remedy="Give both or neither.",
+            expected="as --draft an EAGLE-3 draft for --method eagle3 and a small model for sps, none for plain and "
+            "lookup",
+            found=f"--method {method} {f'and --draft {args.draft}' if args.draft else 'without --draft'}",
+            remedy="Leave --method out: a draft's kind is read from its config.",
         )
+    tree = _tree_shape(args)
     for given, needed in (
-        (args.draft_length is not None and not args.draft, "--draft with --draft-length"),
+        (
+            (args.draft_length is not None or tree is not None) and method == "plain",
+            "--draft or --method lookup with what is to be drafted",
+        ),
+        (tree is not None and method != "eagle3", "an EAGLE-3 draft with a tree"),
+        (args.draft_length is not None and tree is not None, "either a chain (--draft-length) or a tree"),
         (args.logprobs and not args.json, "--json with --logprobs"),
         (args.stream and args.json, "either --stream, which prints text, or --json"),
         (args.stream and args.batch > 1, "one row at a time with --stream"),
@@ -67,8 +79,8 @@ def generate(args: argparse.Namespace) -> int:
         requests.append(request)
     dtype = runtime.DTYPES[info.dtype]
     target = load_target(folder, dtype)
-    draft = load_draft(Path(args.draft), target) if args.draft else None
-    if draft is not None:
+    draft = load_drafter(Path(args.draft), target, dtype) if args.draft else Lookup() if method == "lookup" else None
+    if isinstance(draft, Draft):
         warn_beyond_training(draft, requests, config)
     print("compiling (once per shape; kept for later runs)", file=sys.stderr)
     ends = () if args.ignore_eos else eos_ids(folder, tokenizer)
@@ -78,8 +90,9 @@ def generate(args: argparse.Namespace) -> int:
     shown = 0
     began = time.perf_counter()
     for event in decode(
-        target, draft, requests, draft_length=(args.draft_length or DRAFT_LENGTH) if draft is not None else 0,
-        batch=args.batch, eos=ends, tokenizer=tokenizer, logprobs=args.logprobs,
+        target, draft, requests, tree=tree,
+        draft_length=0 if draft is None or tree is not None else args.draft_length or DRAFT_LENGTH,
+        batch=args.batch, rounds=1 if args.stream else None, eos=ends, tokenizer=tokenizer, logprobs=args.logprobs,
     ):  # fmt: skip
         if args.stream:
             print(streams[event.index].push(event.token_ids), end="", flush=True)
@@ -96,8 +109,35 @@ def generate(args: argparse.Namespace) -> int:
             while shown in texts:
                 print(texts.pop(shown), flush=True)
                 shown += 1
-    _summary(answers, draft is not None, time.perf_counter() - began)
+    _summary(answers, isinstance(draft, Draft), time.perf_counter() - began)
     return 0
+
+
+def _kind(folder: Path) -> str:
+    """eagle3 or sps, as the folder's config says."""
+    return "eagle3" if "draft_vocab_size" in read_config(folder) else "sps"
+
+
+def load_drafter(folder: Path, target: Target, dtype: DTypeLike) -> Draft | SmallModel:
+    """An EAGLE-3 draft, or a small model that drafts, as the folder's config says."""
+    if _kind(folder) == "eagle3":
+        return load_draft(folder, target)
+    return SmallModel(load_target(folder, dtype))
+
+
+def _tree_shape(args: argparse.Namespace) -> TreeShape | None:
+    """The tree that the flags describe; its numbers are checked against the draft later."""
+    given = {name: getattr(args, f"tree_{name}") for name in ("nodes", "depth", "top_k")}
+    absent = [f"--tree-{name.replace('_', '-')}" for name, value in given.items() if value is None]
+    if len(absent) == len(given):
+        return None
+    if absent:
+        raise InputError(
+            expected="--tree-nodes, --tree-depth and --tree-top-k together",
+            found=f"no {', '.join(absent)}",
+            remedy="For example --tree-nodes 9 --tree-depth 4 --tree-top-k 3.",
+        )
+    return TreeShape(**given)
 
 
 def warn_beyond_training(draft: Draft, requests: Sequence[Request], config: TargetConfig) -> None:
@@ -166,15 +206,26 @@ def bench(args: argparse.Namespace) -> int:
     """Compare methods on tasks; see `eagle3-jax bench --help`."""
     drafts, files = _pairs(args.draft, "--draft"), _pairs(args.tasks, "--tasks")
     wanted = args.methods.split(",")
-    unknown = sorted(set(wanted) - {"plain", "eagle3", "hf"})
-    if unknown or "plain" not in wanted or ("eagle3" in wanted) != bool(drafts):
+    kinds = {_kind(path) for path in drafts.values()}
+    if (
+        set(wanted) - {"plain", "eagle3", "sps", "lookup", "hf"}
+        or "plain" not in wanted
+        or kinds
+        != set(wanted)
+        & {
+            "eagle3",
+            "sps",
+        }
+    ):
         raise InputError(
-            expected="--methods out of plain, eagle3 and hf, with plain, which all others are compared with, and with "
-            "--draft exactly when eagle3 is among them",
-            found=f"--methods {args.methods} and {len(drafts)} drafts",
+            expected="--methods out of plain, eagle3, sps, lookup and hf, with plain, which all others are compared "
+            "with, and a --draft of its kind exactly for eagle3 and sps",
+            found=f"--methods {args.methods} and drafts for {', '.join(sorted(kinds)) or 'none'}",
             remedy="For example --methods plain,eagle3 --draft NAME=DIR.",
         )
-    for flag, values in (("--draft-length", args.draft_length), ("--temperatures", args.temperatures)):
+    tree = _tree_shape(args)
+    lengths = args.draft_length or ([] if tree is not None else [DRAFT_LENGTH])
+    for flag, values in (("--draft-length", lengths), ("--temperatures", args.temperatures)):
         if len(set(values)) < len(values):
             raise InputError(expected=f"every value of {flag} once", found=str(values), remedy="Drop the repetition.")
     if Path(args.out).exists() and not Path(args.out).is_dir():
@@ -201,13 +252,20 @@ def bench(args: argparse.Namespace) -> int:
     if "hf" in wanted:
         methods.append(benchmark.Method("hf"))
     for name, path in drafts.items():
-        draft = load_draft(path, target)
+        draft = load_drafter(path, target, runtime.DTYPES[info.dtype])
+        methods += [benchmark.Method(_kind(path), name, draft, length) for length in lengths]
+        if not isinstance(draft, Draft):
+            continue
         warn_beyond_training(
             draft,
             [Request(ids, max_new_tokens=args.max_new_tokens) for prompts in tasks.values() for ids in prompts],
             config,
         )
-        methods += [benchmark.Method("eagle3", name, draft, length) for length in args.draft_length]
+        if tree is not None:
+            tree.check(draft.config.draft_vocab_size)
+            methods.append(benchmark.Method("eagle3", name, draft, tree=tree))
+    if "lookup" in wanted:
+        methods += [benchmark.Method("lookup", None, Lookup(), length) for length in lengths]
     records = benchmark.run_bench(
         target, folder, methods, tasks, temperatures=args.temperatures, max_new_tokens=args.max_new_tokens,
         eos=eos_ids(folder, tokenizer), out=Path(args.out), info=info,

@@ -1,11 +1,11 @@
 """What the parts of a round cost, in plain steps, and the speedup that follows from them.
 
-    speedup = tau / (verify(K + 1) + K x draft step + catch-up(K + 1))
+    speedup = tau / (verify(M) + W x draft step(k) + catch-up(W + 1))
 
-with all three in units of a plain step. What a measured speedup falls short of this is overhead: the host, and
-whatever else a round does. The model is a little pessimistic, so that a measured speedup may also exceed it: it charges
-K layers of the draft where a round runs K - 1 (the first draft comes out of catching up), and every part as a program
-of its own.
+with all three in units of a plain step; M nodes are verified, W levels drafted from k nodes each. A chain of K drafts
+is M = K + 1, W = K, k = 1. What a measured speedup falls short of this is overhead: the host, and whatever else a round
+does. The model is a little pessimistic, so that a measured speedup may also exceed it: it charges W layers of the draft
+where a round runs W - 1 (the first level comes out of catching up), and every part as a program of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from eagle3_jax.draft import Draft, draft_logits, draft_step
 from eagle3_jax.drafters import catch_up
 from eagle3_jax.sampling import most_likely
 from eagle3_jax.target import Target, target_forward, target_logits
+from eagle3_jax.tree import TreeShape, best_children, next_beam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +34,20 @@ class Costs:
 
     Attributes:
       plain: a target pass over one token, its head and the write to the cache.
-      verify: the same for a block of T tokens with taps, by T.
-      draft_step: one drafted token: the draft's layer over its cache, its head.
+      verify: the same for a block of M tokens with taps, by M.
+      draft_step: one drafted level: the draft's layer over its cache, its head, the choice of tokens, by k.
       catch_up: true features into the draft's cache, by how many slots.
     """
 
     plain: float
     verify: dict[int, float]
-    draft_step: float
+    draft_step: dict[int, float]
     catch_up: dict[int, float]
 
-    def speedup(self, tau: float, draft_length: int) -> float:
+    def speedup(self, tau: float, shape: TreeShape) -> float:
         """What a draft of this tau would bring if a round cost its parts and nothing else."""
-        block = draft_length + 1
-        return tau * self.plain / (self.verify[block] + draft_length * self.draft_step + self.catch_up[block])
+        drafting = shape.depth * self.draft_step[shape.top_k] + self.catch_up[shape.depth + 1]
+        return tau * self.plain / (self.verify[shape.nodes] + drafting)
 
 
 @partial(jax.jit, donate_argnames=("cache",), static_argnames=("taps",))
@@ -66,11 +67,18 @@ def _verify_block(
 
 
 @jax.jit
-def _draft_token(draft: Draft, cache: KVCache, carry: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _draft_level(draft: Draft, cache: KVCache, carry: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    width = tokens.shape[1]
     visible = jnp.arange(cache.max_length)[None, None] < cache.lengths[:, None, None]
-    past = [Segment(cache.keys[0], cache.values[0], visible)]
-    out = draft_step(draft, carry, token, cache.lengths[:, None], jnp.ones((1, 1, 1), bool), past)
-    return out.carry, jnp.take(draft.vocab.d2t, most_likely(draft_logits(draft, out.carry)), mode="clip")
+    past = [Segment(cache.keys[0], cache.values[0], jnp.broadcast_to(visible, (1, width, cache.max_length)))]
+    positions = jnp.broadcast_to(cache.lengths[:, None], tokens.shape)
+    out = draft_step(draft, carry, tokens, positions, jnp.eye(width, dtype=bool)[None], past)
+    logits = draft_logits(draft, out.carry)
+    if width == 1:
+        return out.carry, jnp.take(draft.vocab.d2t, most_likely(logits), mode="clip")
+    children, scores = best_children(logits, jnp.zeros((1, width), jnp.float32), width)
+    beam = jnp.take_along_axis(children.reshape(1, -1), next_beam(scores, width), axis=1)
+    return out.carry, jnp.take(draft.vocab.d2t, beam, mode="clip")
 
 
 @partial(jax.jit, donate_argnames=("cache",))
@@ -80,7 +88,7 @@ def _catch_up(draft: Draft, cache: KVCache, taps: jax.Array, tokens: jax.Array) 
 
 
 def measure_costs(
-    target: Target, draft: Draft, blocks: Sequence[int], *, cache_length: int = 384, repeats: int = 20
+    target: Target, draft: Draft, shapes: Sequence[TreeShape], *, cache_length: int = 384, repeats: int = 20
 ) -> Costs:
     """Time the parts of a round on this machine, one sequence, caches half full.
 
@@ -88,7 +96,7 @@ def measure_costs(
 
     Args:
       target, draft: the models.
-      blocks: the block sizes T = K + 1 to verify and to catch up on.
+      shapes: what is to be drafted.
       cache_length: rows of the caches.
       repeats: timed turns.
     """
@@ -100,15 +108,18 @@ def measure_costs(
     cache = dataclasses.replace(cache, lengths=start)
     draft_cache = dataclasses.replace(draft_cache, lengths=start + 0)
     width = len(shape.taps) * shape.target_hidden_size
-    carry = jnp.ones((1, 1, shape.hidden_size), dtype)
+    blocks = sorted({one.nodes for one in shapes})
+    widths = sorted({one.top_k for one in shapes})
+    slots = sorted({one.depth + 1 for one in shapes})
 
     def verify(length: int, taps: tuple[int, ...]) -> None:
         nonlocal cache
         out, cache = _verify_block(target, cache, jnp.ones((1, length), jnp.int32), taps=taps)
         out.block_until_ready()
 
-    def step() -> None:
-        jax.block_until_ready(_draft_token(draft, draft_cache, carry, jnp.ones((1, 1), jnp.int32)))
+    def step(nodes: int) -> None:
+        carry = jnp.ones((1, nodes, shape.hidden_size), dtype)
+        jax.block_until_ready(_draft_level(draft, draft_cache, carry, jnp.ones((1, nodes), jnp.int32)))
 
     def catching_up(length: int) -> None:
         nonlocal draft_cache
@@ -116,9 +127,10 @@ def measure_costs(
         out, draft_cache = _catch_up(draft, draft_cache, taps, tokens)
         out.block_until_ready()
 
-    programs: list[Callable[[], None]] = [partial(verify, 1, ()), step]
+    programs: list[Callable[[], None]] = [partial(verify, 1, ())]
+    programs += [partial(step, nodes) for nodes in widths]
     programs += [partial(verify, length, shape.taps) for length in blocks]
-    programs += [partial(catching_up, length) for length in blocks]
+    programs += [partial(catching_up, length) for length in slots]
     times: list[list[float]] = [[] for _ in programs]
     for repeat in range(repeats + 2):
         for program, seconds in zip(programs, times):
@@ -126,10 +138,11 @@ def measure_costs(
             program()
             if repeat >= 2:
                 seconds.append(time.perf_counter() - began)
-    plain, draft_token, *rest = [statistics.median(seconds) for seconds in times]
+    plain, *rest = [statistics.median(seconds) for seconds in times]
+    drafted, verified = rest[: len(widths)], rest[len(widths) : len(widths) + len(blocks)]
     return Costs(
         plain=plain,
-        verify=dict(zip(blocks, rest)),
-        draft_step=draft_token,
-        catch_up=dict(zip(blocks, rest[len(blocks) :])),
+        verify=dict(zip(blocks, verified, strict=True)),
+        draft_step=dict(zip(widths, drafted, strict=True)),
+        catch_up=dict(zip(slots, rest[len(widths) + len(blocks) :], strict=True)),
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from eagle3_jax.attention import Segment, causal_mask
-from eagle3_jax.cache import KVCache, commit
+from eagle3_jax.cache import History, KVCache, commit
 from eagle3_jax.draft import Draft, draft_logits, draft_step, fuse
 from eagle3_jax.sampling import draw, most_likely
 
@@ -22,13 +22,13 @@ class Proposal:
 
     Attributes:
       tokens: [B, W] int32 target ids.
-      distribution: [B, W, V] fp32, what each token was drawn from; None when they are the argmax.
-      cache: the drafter's cache after catching up.
+      distribution: [B, W, V] fp32, what each token was drawn from; None when nothing was drawn.
+      cache: what the drafter keeps, after catching up.
     """
 
     tokens: jax.Array
     distribution: jax.Array | None
-    cache: KVCache
+    cache: KVCache | History
 
 
 def catch_up(

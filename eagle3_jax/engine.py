@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eagle3_jax.baselines import SmallModel
 from eagle3_jax.cache import cache_bucket
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Draft
@@ -27,15 +28,18 @@ from eagle3_jax.generate import (
     RUNNING,
     STOP,
     DecodeState,
+    Drafter,
+    Rounds,
     Structure,
     admit,
-    decode_round,
+    decode_rounds,
     empty_state,
     prefill_chunk,
 )
 from eagle3_jax.sampling import Sampling
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import check_stops, find_stop
+from eagle3_jax.tree import TreeShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,7 +144,9 @@ def check_request(request: Request, config: TargetConfig, where: str) -> None:
             raise InputError(expected=f"{name} {rule}", found=str(getattr(request, name)), remedy="Correct the value.")
 
 
-def structure_for(requests: Sequence[Request], draft_length: int, *, logprobs: bool = False) -> Structure:
+def structure_for(
+    requests: Sequence[Request], draft_length: int, *, tree: TreeShape | None = None, logprobs: bool = False
+) -> Structure:
     """The one structure that serves all requests.
 
     Raises:
@@ -155,7 +161,7 @@ def structure_for(requests: Sequence[Request], draft_length: int, *, logprobs: b
         )
     sampled = not greedy.pop()
     filters = sampled and any(request.top_k > 0 or request.top_p < 1 for request in requests)
-    return Structure(draft_length=draft_length, greedy=not sampled, filters=filters, logprobs=logprobs)
+    return Structure(draft_length=draft_length, tree=tree, greedy=not sampled, filters=filters, logprobs=logprobs)
 
 
 def sampling_of(requests: Sequence[Request]) -> Sampling:
@@ -187,7 +193,7 @@ def prefill_buckets(length: int) -> list[int]:
 
 def prefill(
     target: Target,
-    draft: Draft | None,
+    draft: Drafter | None,
     request: Request,
     eos: jax.Array,
     *,
@@ -227,6 +233,22 @@ def prefill(
     return dataclasses.replace(state, remaining=state.remaining - state.count)
 
 
+def _check_small(small: TargetConfig, target: TargetConfig, requests: Sequence[Request]) -> None:
+    """Refuse a small model that cannot draft for these requests."""
+    longest = max((len(request.tokens) + request.max_new_tokens for request in requests), default=0)
+    longest = min(longest, target.context_limit)
+    for expected, found in (
+        (small.vocab_size == target.vocab_size, f"a vocabulary of {small.vocab_size} tokens"),
+        (small.context_limit >= longest, f"a context of {small.context_limit} tokens"),
+    ):
+        if not expected:
+            raise InputError(
+                expected=f"a drafting model with the target's {target.vocab_size} tokens and room for {longest}",
+                found=found,
+                remedy="Take a smaller model of the target's own family, or shorter answers.",
+            )
+
+
 @dataclasses.dataclass
 class _Row:
     """The host's record of a request that is being answered."""
@@ -249,11 +271,13 @@ def pad_eos(eos: Sequence[int]) -> jax.Array:
 
 def decode(
     target: Target,
-    draft: Draft | None,
+    draft: Drafter | None,
     requests: Sequence[Request],
     *,
     draft_length: int = 0,
+    tree: TreeShape | None = None,
     batch: int = 1,
+    rounds: int | None = None,
     eos: Sequence[int] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     logprobs: bool = False,
@@ -262,10 +286,13 @@ def decode(
 
     Args:
       target: the model.
-      draft: its draft; required iff `draft_length` > 0.
+      draft: its draft; required iff something is to be drafted.
       requests: all greedy or all sampled.
-      draft_length: W, tokens drafted a round; 0 is plain decoding.
+      draft_length: W, tokens drafted a round in a chain; 0 without `tree` is plain decoding.
+      tree: draft a dynamic tree of this shape instead.
       batch: rows decoded together.
+      rounds: most rounds between two looks of the host, which streams, ends rows at stop strings and lets waiting
+        requests in; None is 1 on a CPU, where a look costs nothing, and 8 elsewhere.
       eos: end-of-sequence ids; empty ignores them.
       tokenizer: needed for stop strings.
       logprobs: also return the target's log-probabilities.
@@ -286,9 +313,26 @@ def decode(
             )
         if tokenizer is not None:
             check_stops(tokenizer, request.stop)
-    for name, value, least in (("batch", batch, 1), ("draft_length", draft_length, 0)):
+    if rounds is None:
+        rounds = 1 if jax.default_backend() == "cpu" else 8
+    for name, value, least in (("batch", batch, 1), ("draft_length", draft_length, 0), ("rounds", rounds, 1)):
         if value < least:
             raise InputError(expected=f"{name} of at least {least}", found=str(value), remedy="Correct the value.")
+    if tree is not None:
+        if draft_length:
+            raise InputError(
+                expected="a chain or a tree",
+                found=f"draft_length {draft_length} and a tree",
+                remedy="Pass one of them.",
+            )
+        if draft is not None and not isinstance(draft, Draft):
+            raise InputError(
+                expected="an EAGLE-3 draft, which alone grows trees",
+                found=f"a {type(draft).__name__}",
+                remedy="Draft a chain.",
+            )
+        tree.check(target.config.vocab_size if draft is None else draft.config.draft_vocab_size)
+        draft_length = tree.depth
     if draft_length >= target.config.context_limit:
         raise InputError(
             expected=f"a draft_length below the target's context of {target.config.context_limit} tokens",
@@ -297,13 +341,15 @@ def decode(
         )
     if (draft_length > 0) != (draft is not None):
         raise InputError(
-            expected="a draft exactly when draft_length is above 0",
+            expected="a draft exactly when draft_length is above 0 or a tree is given",
             found=f"draft_length {draft_length} {'with' if draft is not None else 'without'} a draft",
             remedy="Pass both or neither.",
         )
+    if isinstance(draft, SmallModel):
+        _check_small(draft.model.config, target.config, requests)
     if not requests:
         return
-    structure = structure_for(requests, draft_length, logprobs=logprobs)
+    structure = structure_for(requests, draft_length, tree=tree, logprobs=logprobs)
     cache_length = cache_length_for(requests, target.config, draft_length)
     batch = min(batch, len(requests))
     ends = pad_eos(eos)
@@ -332,25 +378,25 @@ def decode(
                     sampling = sampling_of(held)
         if state is None or not any(rows):
             continue
-        state = decode_round(target, draft, state, sampling, ends, structure=structure)
-        decided = _read(state)
+        state, decided = decode_rounds(target, draft, state, sampling, ends, structure=structure, rounds=rounds)
         stopped = np.zeros(batch, bool)
-        for place, row in enumerate(rows):
-            if row is not None:
-                row.passes += 1
-                event = _collect(row, decided, place, tokenizer, logprobs)
-                if event.answer is not None:
-                    rows[place] = None
-                    # A row ended by a stop string is still running as far as the device knows.
-                    stopped[place] = decided.reason[place] == RUNNING
-                yield event
+        for each in _each_round(decided):
+            for place, row in enumerate(rows):
+                if row is not None:
+                    row.passes += 1
+                    event = _collect(row, each, place, tokenizer, logprobs)
+                    if event.answer is not None:
+                        rows[place] = None
+                        # A row ended by a stop string is still running as far as the device knows.
+                        stopped[place] = each.reason[place] == RUNNING
+                    yield event
         if stopped.any():
             state = dataclasses.replace(state, reason=jnp.where(jnp.asarray(stopped), LENGTH, state.reason))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Decided:
-    """What the last round (or prefill) decided, on the host; fields as in `DecodeState`."""
+    """What a round (or prefill) decided, on the host; fields as in `DecodeState`."""
 
     tokens: np.ndarray
     count: np.ndarray
@@ -362,6 +408,15 @@ class _Decided:
 def _read(state: DecodeState) -> _Decided:
     """One transfer for all rows."""
     return _Decided(*jax.device_get((state.tokens, state.count, state.reason, state.accepted, state.logprobs)))
+
+
+def _each_round(decided: Rounds) -> Iterator[_Decided]:
+    """One transfer for all rounds of a call."""
+    found = jax.device_get(decided)
+    for index in range(int(found.done)):
+        yield _Decided(
+            found.tokens[index], found.count[index], found.reason[index], found.accepted[index], found.logprobs[index]
+        )
 
 
 def _collect(

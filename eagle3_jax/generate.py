@@ -15,13 +15,23 @@ import jax.numpy as jnp
 from flax import struct
 
 from eagle3_jax.attention import causal_mask
-from eagle3_jax.cache import KVCache, commit, empty_cache
+from eagle3_jax.baselines import (
+    Lookup,
+    SmallModel,
+    extend_history,
+    extend_small,
+    propose_lookup,
+    propose_small,
+)
+from eagle3_jax.cache import History, KVCache, commit, empty_cache
 from eagle3_jax.draft import Draft
 from eagle3_jax.drafters import catch_up, propose_chain
 from eagle3_jax.sampling import Sampling, draw, most_likely, target_distribution, uniforms
 from eagle3_jax.target import Target, target_forward, target_logits
-from eagle3_jax.verify import chain_tree, verify_greedy, verify_sampled
+from eagle3_jax.tree import TreeShape, ancestor_mask, propose_tree
+from eagle3_jax.verify import Tree, chain_tree, verify_greedy, verify_sampled
 
+Drafter = Draft | SmallModel | Lookup
 RUNNING, STOP, LENGTH, CONTEXT = 0, 1, 2, 3
 FINISH_REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
 PREFILL_BUCKETS = (32, 64, 128, 256, 512)
@@ -32,13 +42,15 @@ class Structure:
     """What a compiled round depends on, besides array shapes.
 
     Attributes:
-      draft_length: W, tokens drafted a round; 0 is plain decoding.
+      draft_length: W, tokens or levels drafted a round; 0 is plain decoding.
+      tree: how a dynamic tree of W levels grows; None drafts a chain.
       greedy: argmax instead of sampling.
       filters: some row uses top-k or top-p.
       logprobs: also return the target's log-probability of each token.
     """
 
     draft_length: int = 0
+    tree: TreeShape | None = None
     greedy: bool = True
     filters: bool = False
     logprobs: bool = False
@@ -50,7 +62,7 @@ class DecodeState:
 
     Attributes:
       target_cache: rows of all decided tokens but the last.
-      draft_cache: rows of the slots before the last round's; None without a draft.
+      draft_cache: what the drafter keeps of the slots before the last round's; None without one.
       taps: [B, P, A*D], tapped states of the tokens that entered the target's cache in the last round.
       tokens: [B, P] int32, the tokens decided in the last round.
       count: [B] int32, how many of them are real; 0 once a row is done.
@@ -64,7 +76,7 @@ class DecodeState:
     """
 
     target_cache: KVCache
-    draft_cache: KVCache | None
+    draft_cache: KVCache | History | None
     taps: jax.Array
     tokens: jax.Array
     count: jax.Array
@@ -77,21 +89,29 @@ class DecodeState:
     accepted: jax.Array
 
 
+def _taps(draft: Drafter | None) -> tuple[int, ...]:
+    """The boundaries whose states the drafter reads."""
+    return draft.config.taps if isinstance(draft, Draft) else ()
+
+
 @partial(jax.jit, static_argnames=("batch", "cache_length", "structure"))
 def empty_state(
-    target: Target, draft: Draft | None, *, batch: int, cache_length: int, structure: Structure
+    target: Target, draft: Drafter | None, *, batch: int, cache_length: int, structure: Structure
 ) -> DecodeState:
     """A state of `batch` finished rows, to be filled by `prefill` and `admit`."""
     config = target.config
     dtype = target.params.embed.dtype
     places = structure.draft_length + 1
-    width = 0 if draft is None else len(draft.config.taps) * config.hidden_size
+    width = len(_taps(draft)) * config.hidden_size
     int_row = lambda value: jnp.full((batch,), value, jnp.int32)
     draft_cache = None
-    if draft is not None:
-        shape = draft.config
-        # The draft computes in the dtype of the states that it reads, whatever its weights are kept in.
-        draft_cache = empty_cache(1, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
+    if isinstance(draft, Lookup):
+        draft_cache = History(tokens=jnp.zeros((batch, cache_length), jnp.int32), lengths=int_row(0))
+    elif draft is not None:
+        shape = draft.config if isinstance(draft, Draft) else draft.model.config
+        layers = 1 if isinstance(draft, Draft) else draft.model.config.num_layers
+        # A draft computes in the dtype of the states that it reads, whatever its weights are kept in.
+        draft_cache = empty_cache(layers, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
     return DecodeState(
         target_cache=empty_cache(config.num_layers, batch, config.num_kv_heads, cache_length, config.head_dim, dtype),
         draft_cache=draft_cache,
@@ -132,7 +152,7 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 @partial(jax.jit, static_argnames=("structure",), donate_argnames=("state",))
 def prefill_chunk(
     target: Target,
-    draft: Draft | None,
+    draft: Drafter | None,
     state: DecodeState,
     tokens: jax.Array,
     following: jax.Array,
@@ -166,12 +186,17 @@ def prefill_chunk(
         over_cache, over_block = causal_mask(lengths, length, state.target_cache.max_length)
         out = target_forward(
             target, tokens, lengths[:, None] + offsets, over_block,
-            taps=() if draft is None else draft.config.taps, cache=state.target_cache, cache_mask=over_cache,
+            taps=_taps(draft), cache=state.target_cache, cache_mask=over_cache,
         )  # fmt: skip
         target_cache = commit(state.target_cache, out.keys, out.values, path, count)
         draft_cache = state.draft_cache
-        if draft is not None and draft_cache is not None:
-            _, draft_cache = catch_up(draft, draft_cache, out.taps, following, draft_count)
+        match draft, draft_cache:
+            case Draft(), KVCache():
+                _, draft_cache = catch_up(draft, draft_cache, out.taps, following, draft_count)
+            case SmallModel(), KVCache():
+                _, draft_cache = extend_small(draft, draft_cache, tokens, count)
+            case Lookup(), History():
+                draft_cache = extend_history(draft_cache, tokens, count)
         last = (count - 1)[:, None, None]
         logits = target_logits(target, jnp.take_along_axis(out.hidden, last, axis=1))
         first = _choose(logits, sampling, target_cache.lengths, structure)
@@ -197,14 +222,56 @@ def _choose(logits: jax.Array, sampling: Sampling, position: jax.Array, structur
     if structure.greedy:
         return most_likely(logits)
     probabilities = target_distribution(logits, sampling, filters=structure.filters)
-    return draw(probabilities, uniforms(sampling.seed, position[:, None])[2])
+    return draw(probabilities, uniforms(sampling.seed, position[:, None])[1])
+
+
+@struct.dataclass
+class _Drafted:
+    """What a round verifies: the tree, each node's rank among its siblings, and what its tokens were drawn from."""
+
+    tree: Tree
+    ranks: jax.Array
+    distribution: jax.Array | None
+    cache: KVCache | History | None
+
+
+def _propose(
+    draft: Drafter | None, state: DecodeState, sampling: Sampling, noise: jax.Array | None, structure: Structure
+) -> _Drafted:
+    """Let the drafter draft what the structure says: nothing but the root, a chain, or a tree."""
+    width, root, cache = structure.draft_length, state.root, state.draft_cache
+    temperature, uniform = (None, None) if noise is None else (sampling.temperature, noise[0, :, :width])
+    last = (state.tokens, state.count)
+    match draft, cache:
+        case Draft(), KVCache() if structure.tree is not None:
+            tree, ranks, cache = propose_tree(draft, cache, state.taps, *last, root, structure.tree)
+            return _Drafted(tree, ranks, None, cache)
+        case Draft(), KVCache():
+            chain = propose_chain(draft, cache, state.taps, *last, width, temperature, uniform)
+        case SmallModel(), KVCache():
+            chain = propose_small(draft, cache, *last, width, temperature, uniform)
+        case Lookup(), History():
+            chain = propose_lookup(draft, cache, *last, width)
+        case _:
+            return _Drafted(chain_tree(root[:, None]), jnp.zeros_like(root)[:, None], None, cache)
+    tree = chain_tree(jnp.concatenate([root[:, None], chain.tokens], axis=1))
+    distribution = chain.distribution
+    if distribution is not None:
+        distribution = jnp.pad(distribution, ((0, 0), (1, 0), (0, 0)))
+    return _Drafted(tree, jnp.zeros_like(tree.tokens), distribution, chain.cache)
 
 
 @partial(jax.jit, static_argnames=("structure",), donate_argnames=("state",))
 def decode_round(
-    target: Target, draft: Draft | None, state: DecodeState, sampling: Sampling, eos: jax.Array, *, structure: Structure
+    target: Target,
+    draft: Drafter | None,
+    state: DecodeState,
+    sampling: Sampling,
+    eos: jax.Array,
+    *,
+    structure: Structure,
 ) -> DecodeState:
-    """One round: catch up, draft W tokens, verify them in one pass, commit what the target keeps.
+    """One round: catch up, draft a chain or a tree, verify it in one pass, commit what the target keeps.
 
     Args:
       target, draft: the models; the draft may be None iff `structure.draft_length` is 0.
@@ -216,43 +283,36 @@ def decode_round(
     Returns:
       The next state; `tokens` and `count` are the tokens decided. Rows that are done do not change.
     """
-    width = structure.draft_length
     lengths = state.target_cache.lengths
-    offsets = jnp.arange(width + 1, dtype=jnp.int32)[None]
-    noise = None if structure.greedy else uniforms(sampling.seed, lengths[:, None] + 1 + offsets)
-    draft_cache, distribution, taps = state.draft_cache, None, ()
-    block = state.root[:, None]
-    if width:
-        assert draft is not None
-        assert draft_cache is not None
-        taps = draft.config.taps
-        proposal = propose_chain(
-            draft, draft_cache, state.taps, state.tokens, state.count, width,
-            None if noise is None else sampling.temperature, None if noise is None else noise[0, :, :width],
-        )  # fmt: skip
-        draft_cache, distribution = proposal.cache, proposal.distribution
-        block = jnp.concatenate([block, proposal.tokens], axis=1)
-    tree = chain_tree(block)
+    offsets = jnp.arange(structure.draft_length + 1, dtype=jnp.int32)[None]
+    noise = None
+    if not structure.greedy:
+        tries = 1 if structure.tree is None else structure.tree.top_k
+        noise = uniforms(sampling.seed, lengths[:, None] + 1 + offsets, tries)
+    drafted = _propose(draft, state, sampling, noise, structure)
+    tree = drafted.tree
     with jax.named_scope("verify"):
-        over_cache, over_block = causal_mask(lengths, width + 1, state.target_cache.max_length)
+        over_cache, _ = causal_mask(lengths, tree.tokens.shape[1], state.target_cache.max_length)
         out = target_forward(
             target,
-            block,
-            lengths[:, None] + offsets,
-            over_block,
-            taps=taps,
+            tree.tokens,
+            lengths[:, None] + tree.depths,
+            ancestor_mask(tree, structure.draft_length),
+            taps=_taps(draft),
             cache=state.target_cache,
             cache_mask=over_cache,
         )
         logits = target_logits(target, out.hidden)
         if noise is None:
-            verdict = verify_greedy(tree, logits, width)
+            verdict = verify_greedy(tree, logits, structure.draft_length)
         else:
             probabilities = target_distribution(logits, sampling, filters=structure.filters)
-            accept = jnp.pad(noise[1, :, :width], ((0, 0), (1, 0)))
-            if distribution is not None:
-                distribution = jnp.pad(distribution, ((0, 0), (1, 0), (0, 0)))
-            verdict = verify_sampled(tree, probabilities, distribution, accept, noise[2], width)
+            # Node of depth d decides position lengths + d, whose uniforms are at d - 1; the root decides nothing.
+            rows = jnp.arange(tree.tokens.shape[0])[:, None]
+            accept = noise[2 + drafted.ranks, rows, jnp.maximum(tree.depths - 1, 0)]
+            verdict = verify_sampled(
+                tree, probabilities, drafted.distribution, accept, noise[1], structure.draft_length
+            )
     with jax.named_scope("commit"):
         running = state.reason == RUNNING
         kept, reason = _stop(verdict.tokens, verdict.accepted + 1, state.remaining, state.limit_reason, eos)
@@ -265,7 +325,7 @@ def decode_round(
             logprobs = _logprobs(at_path, verdict.tokens)
         return DecodeState(
             target_cache=commit(state.target_cache, out.keys, out.values, verdict.path, kept),
-            draft_cache=draft_cache,
+            draft_cache=drafted.cache,
             taps=jnp.take_along_axis(out.taps, verdict.path[..., None], axis=1),
             tokens=verdict.tokens,
             count=kept,
@@ -277,6 +337,57 @@ def decode_round(
             passes=state.passes + running.astype(jnp.int32),
             accepted=verdict.accepted,
         )
+
+
+@struct.dataclass
+class Rounds:
+    """What the rounds of one call decided, in order; R of them at most.
+
+    Attributes:
+      done: [] int32, rounds that ran; entries beyond mean nothing.
+      tokens, logprobs: [R, B, P], as in `DecodeState` after each round.
+      count, reason, accepted: [R, B], likewise.
+    """
+
+    done: jax.Array
+    tokens: jax.Array
+    logprobs: jax.Array
+    count: jax.Array
+    reason: jax.Array
+    accepted: jax.Array
+
+
+_DECIDED = ("tokens", "logprobs", "count", "reason", "accepted")
+
+
+@partial(jax.jit, static_argnames=("structure", "rounds"), donate_argnames=("state",))
+def decode_rounds(
+    target: Target,
+    draft: Drafter | None,
+    state: DecodeState,
+    sampling: Sampling,
+    eos: jax.Array,
+    *,
+    structure: Structure,
+    rounds: int,
+) -> tuple[DecodeState, Rounds]:
+    """Up to `rounds` rounds in one program, without the host between them; ends early when every row is done.
+
+    Args: as `decode_round`; `rounds` is static.
+    """
+    empty = {name: jnp.zeros((rounds, *(old := getattr(state, name)).shape), old.dtype) for name in _DECIDED}
+
+    def running(carry: tuple[jax.Array, DecodeState, dict[str, jax.Array]]) -> jax.Array:
+        return (carry[0] < rounds) & (carry[1].reason == RUNNING).any()
+
+    def one(carry: tuple[jax.Array, DecodeState, dict[str, jax.Array]]):
+        index, before, decided = carry
+        after = decode_round(target, draft, before, sampling, eos, structure=structure)
+        decided = {name: values.at[index].set(getattr(after, name)) for name, values in decided.items()}
+        return index + 1, after, decided
+
+    done, state, decided = jax.lax.while_loop(running, one, (jnp.int32(0), state, empty))
+    return state, Rounds(done=done, **decided)
 
 
 @partial(jax.jit, donate_argnames=("state",))

@@ -96,19 +96,20 @@ def draw(mass: jax.Array, uniform: jax.Array) -> jax.Array:
     return jnp.minimum(first, jnp.max(jnp.where(some, index, 0), axis=-1))
 
 
-def uniforms(seed: jax.Array, positions: jax.Array) -> jax.Array:
+def uniforms(seed: jax.Array, positions: jax.Array, tries: int = 1) -> jax.Array:
     """The uniforms that decide the tokens at some positions.
 
     Args:
       seed: [B] uint32.
       positions: [B, T] int32, absolute positions of the tokens to be decided.
+      tries: most proposals that are tried at one position, one after another.
 
     Returns:
-      [3, B, T] fp32 in [0, 1): for proposing, for accepting, for drawing what is left.
+      [2 + tries, B, T] fp32 in [0, 1): for proposing, for drawing what is left, for accepting each try.
     """
 
     def one(row_seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.key(row_seed), position), (3,), jnp.float32)
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(row_seed), position), (2 + tries,), jnp.float32)
 
     drawn = jax.vmap(jax.vmap(one, in_axes=(None, 0)))(seed, positions)
     return jnp.moveaxis(drawn, -1, 0)

@@ -23,6 +23,8 @@ from tests import tiny, tiny_tokenizers
 
 pytestmark = pytest.mark.smoke
 
+TREE = ("--tree-nodes", "9", "--tree-depth", "3", "--tree-top-k", "3")
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -68,6 +70,11 @@ def test_generate_answers_the_same_with_a_draft_and_without(folders, capsys, tmp
     assert "dtype float32, matmul precision highest" in notes.splitlines()[0]
     code, drafted, _ = run(capsys, *common, "--draft", draft, "--draft-length", 3, "--batch", 2, "--logprobs")
     assert code == 0
+    code, grown, _ = run(capsys, *common, "--draft", draft, *TREE)
+    assert code == 0
+    assert [json.loads(line)["token_ids"] for line in grown.splitlines()] == [
+        json.loads(line)["token_ids"] for line in plain.splitlines()
+    ]
     first = {record["prompt_index"]: record for record in map(json.loads, plain.splitlines())}
     second = {record["prompt_index"]: record for record in map(json.loads, drafted.splitlines())}
     assert sorted(first) == sorted(second) == [0, 1, 2]
@@ -226,7 +233,10 @@ def test_a_broken_target_is_refused_in_one_paragraph(folders, capsys, tmp_path, 
         (("--prompt", "x", "--draft", "/nowhere"), "/nowhere"),
         (("--prompt", "x", "--device", "tpu"), "tpu"),
         (("--prompts", "/nowhere.jsonl"), "no such file"),
-        (("--prompt", "x", "--draft-length", "3"), "--draft with --draft-length"),
+        (("--prompt", "x", "--draft-length", "3"), "--draft with what is to be drafted"),
+        (("--prompt", "x", "--draft", "DRAFT", "--tree-nodes", "5"), "no --tree-depth, --tree-top-k"),
+        (("--prompt", "x", "--draft", "DRAFT", *TREE, "--draft-length", "3"), "either a chain"),
+        (("--prompt", "x", "--draft", "DRAFT", *TREE[:-1], "97"), "tree top-k from 1 to 96; found 97"),
         (("--prompt", "x", "--logprobs"), "--json with --logprobs"),
         (("--prompt", "x", "--stream", "--json"), "either --stream"),
         (("--prompt", "x", "--stream", "--batch", "2"), "one row at a time"),
@@ -305,8 +315,11 @@ def test_a_draft_given_as_target_and_a_target_given_as_draft_are_named(folders, 
     target, draft = folders
     code, _, notes = run(capsys, "generate", "--target", draft, "--prompt", "x")
     assert (code, "this is an EAGLE-3 draft" in notes) == (2, True)
-    code, _, notes = run(capsys, "generate", "--target", target, "--draft", target, "--prompt", "x")
-    assert (code, "draft_vocab_size" in notes) == (2, True)
+    # A target given as draft is a small model that drafts; as an EAGLE-3 draft it is refused.
+    common = ("generate", "--target", target, "--prompt", "x", "--max-new-tokens", 8)
+    assert run(capsys, *common, "--draft", target)[:2] == run(capsys, *common)[:2]
+    code, _, notes = run(capsys, *common, "--draft", target, "--method", "eagle3")
+    assert (code, "an EAGLE-3 draft for --method eagle3" in notes) == (2, True)
 
 
 def test_faults_of_ours_and_full_memory_have_their_own_exit_codes(folders, capsys, monkeypatch):
@@ -449,15 +462,19 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
     bench = tmp_path / "bench"
     code, out, _ = run(
         capsys, "bench", "--target", target, "--draft", f"mine={draft}", "--tasks", f"t={asked}", "--limit", 3,
-        "--methods", "plain,hf,eagle3", "--draft-length", "2,3", "--max-new-tokens", 10, "--out", bench,
+        "--methods", "plain,hf,eagle3,sps,lookup", f"--draft=small={target}", "--draft-length", "2,3", *TREE,
+        "--max-new-tokens", 10, "--out", bench,
     )  # fmt: skip
     assert code == 0
     records = json.loads((bench / "results.json").read_text())
-    assert [record["method"] for record in records] == ["plain", "hf", "eagle3", "eagle3"]
+    assert [record["method"] for record in records] == ["plain", "hf", *["eagle3"] * 3, *["sps"] * 2, *["lookup"] * 2]
+    assert records[5]["tau"] == 3.0  # the small model is the target itself
+    assert records[4]["tree"] == {"nodes": 9, "depth": 3, "top_k": 3}
+    assert len(records[4]["n_alpha"]) == 3
     assert all(record["identical_to_plain"] == 1.0 for record in records)
     assert records[0]["speedup"] == 1.0
     assert len(records[3]["n_alpha"]) == 3
-    assert [record["modelled_speedup"] is None for record in records] == [True, True, False, False]
+    assert [record["modelled_speedup"] is None for record in records] == [True, True, False, False, False, *[True] * 4]
     assert "| method |" in (bench / "report.md").read_text()
     assert "identical" in out
 

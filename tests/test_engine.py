@@ -22,10 +22,11 @@ from eagle3_jax.attention import causal_mask
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Request
 from eagle3_jax.errors import InputError
-from eagle3_jax.generate import Structure, admit, decode_round, prefill_chunk
+from eagle3_jax.generate import Structure, admit, decode_rounds, prefill_chunk
 from eagle3_jax.metrics import tau
 from eagle3_jax.sampling import target_distribution
 from eagle3_jax.target import Target, target_forward, target_logits
+from eagle3_jax.tree import TreeShape
 from tests import tiny
 from tests.tiny_decoding import TOY, answers, install_oracle, oracle, pair_tokenizer, prompts, toy, toy_draft
 
@@ -164,6 +165,8 @@ def test_rows_alone_equal_rows_in_a_batch(width: int) -> None:
     assert [len(text) for text, _ in alone] == [request.max_new_tokens for request in requests]
     assert rows(requests, batch=4) == alone
     assert rows(requests[::-1], batch=4) == alone[::-1]
+    # Nor on how many rounds run before the host looks.
+    assert rows(requests, batch=4, rounds=5) == alone
     # A row without filters does not see that another row has some.
     mixed = [
         dataclasses.replace(request, top_k=4, top_p=0.9) if n % 2 else request for n, request in enumerate(requests)
@@ -271,7 +274,7 @@ def test_a_hundred_random_stops_count_what_they_return(monkeypatch: pytest.Monke
     rng = np.random.default_rng(0)
     cases = prompts(4, 64, seed=4)
     plain = texts(toy(), None, [Request(prompt, max_new_tokens=24) for prompt in cases], batch=4)
-    for _ in range(100):
+    for number in range(100):
         which = int(rng.integers(4))
         text = plain[which]
         said = np.where(rng.random(24) < 0.1, 0, text)
@@ -280,7 +283,10 @@ def test_a_hundred_random_stops_count_what_they_return(monkeypatch: pytest.Monke
         eos = [int(token) for token in rng.choice(text, rng.integers(0, 2))]
         request = Request(cases[which], max_new_tokens=int(rng.integers(1, 25)), stop=tuple(stops))
         draft = oracle(toy_draft(), cases[which], said)
-        (answer,) = answers(toy(), draft, [request], draft_length=5, eos=eos, tokenizer=tokenizer, logprobs=True)
+        (answer,) = answers(
+            toy(), draft, [request], draft_length=5, rounds=1 + 2 * (number % 2), eos=eos, tokenizer=tokenizer,
+            logprobs=True,
+        )  # fmt: skip
         ids, reason, before = cut_by_hand(text, request, eos)
         assert answer.token_ids == ids
         assert answer.finish_reason == reason
@@ -363,8 +369,11 @@ def test_calls_that_make_no_sense_are_refused() -> None:
         answers(toy(), toy_draft(), [greedy])
     with pytest.raises(InputError, match="draft_length of at least 0; found -1"):
         answers(toy(), None, [greedy], draft_length=-1)
-    with pytest.raises(InputError, match="batch of at least 1; found 0"):
-        answers(toy(), None, [greedy], batch=0)
+    for name in ("batch", "rounds"):
+        with pytest.raises(InputError, match=f"{name} of at least 1; found 0"):
+            answers(toy(), None, [greedy], **{name: 0})
+    with pytest.raises(InputError, match="a chain or a tree"):
+        answers(toy(), toy_draft(), [greedy], draft_length=2, tree=TreeShape(4, 2, 2))
     with pytest.raises(InputError, match="stop strings of at least one character"):
         answers(toy(), None, [dataclasses.replace(greedy, stop=("",))], tokenizer=pair_tokenizer())
     assert answers(toy(), None, []) == []
@@ -372,7 +381,7 @@ def test_calls_that_make_no_sense_are_refused() -> None:
 
 def programs() -> int:
     """Programs compiled so far by the jitted functions of decoding."""
-    return sum(function._cache_size() for function in (prefill_chunk, decode_round, admit))
+    return sum(function._cache_size() for function in (prefill_chunk, decode_rounds, admit))
 
 
 def test_programs_are_compiled_per_structure_and_not_per_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eagle3_jax.baselines import Lookup, SmallModel
 from eagle3_jax.cache import KVCache
 from eagle3_jax.engine import Request, pad_eos, prefill, sampling_of
 from eagle3_jax.generate import (
@@ -24,9 +25,11 @@ from eagle3_jax.generate import (
 )
 from eagle3_jax.metrics import tau
 from eagle3_jax.target import Target
+from eagle3_jax.tree import TreeShape
 from tests import tiny
 from tests.tiny_decoding import (
     NO_EOS,
+    TOY,
     answers,
     chi_square_p,
     decided,
@@ -234,22 +237,44 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chain, all in bf16, T=0.7": {"draft_length": 3, "temperature": 0.7, "bf16": True, "bf16_target": True},
     "chain, filters": {"draft_length": 3, "top_k": 6, "top_p": 0.8},
     "oracle": {"draft_length": 3, "oracle": True},
+    "small model": {"draft_length": 3, "drafter": "small"},
+    "lookup": {"draft_length": 3, "drafter": "lookup"},
+    "tree": {"draft_length": 3, "tree": TreeShape(8, 3, 3)},
+    "tree, filters, T=0.7": {
+        "draft_length": 2,
+        "tree": TreeShape(9, 2, 4),
+        "temperature": 0.7,
+        "top_k": 6,
+        "top_p": 0.9,
+    },
 }
 
 
 def sample_texts(
-    target: Target, draft_length: int, seed: int, *, bf16: bool, use_oracle: bool, request: Request
+    target: Target,
+    draft_length: int,
+    seed: int,
+    *,
+    tree: TreeShape | None,
+    drafter: str,
+    bf16: bool,
+    use_oracle: bool,
+    request: Request,
 ) -> np.ndarray:
     """[SAMPLES, 3] tokens decided by rounds after TOY_PROMPT, each row with its own seed."""
-    draft = None
-    if draft_length:
+    draft: Any = None
+    if drafter == "small":
+        draft = SmallModel(tiny.from_hf(tiny.hf_target(8, scale=4.0, **(TOY | {"vocab_size": 8}))))
+    elif drafter == "lookup":
+        draft = Lookup()
+    elif draft_length:
         draft = tiny.draft(target, size=5, taps=(0, 1, 3))
         if bf16:
             draft = draft.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), draft.params))
         if use_oracle:
             draft = oracle(draft, TOY_PROMPT, [4, 1, 2, 4])
     filters = request.top_k > 0 or request.top_p < 1
-    structure = Structure(draft_length=draft_length, greedy=False, filters=filters)
+    structure = Structure(draft_length=draft_length, tree=tree, greedy=False, filters=filters)
     # The prompt's last token is the root, so that rounds decide every token that is counted.
     head = dataclasses.replace(request, tokens=TOY_PROMPT[:-1], max_new_tokens=4)
     one = prefill(target, draft, head, NO_EOS, structure=structure, cache_length=16)
@@ -275,7 +300,8 @@ def sample_texts(
 def check_samples(monkeypatch: pytest.MonkeyPatch, setting: str, seeds: range) -> None:
     install_oracle(monkeypatch)
     options = dict(SETTINGS[setting])
-    draft_length = options.pop("draft_length")
+    draft_length, tree = options.pop("draft_length"), options.pop("tree", None)
+    drafter = options.pop("drafter", "eagle3")
     bf16, bf16_target, use_oracle = (options.pop(name, False) for name in ("bf16", "bf16_target", "oracle"))
     target = eight_tokens()
     if bf16_target:
@@ -284,15 +310,18 @@ def check_samples(monkeypatch: pytest.MonkeyPatch, setting: str, seeds: range) -
     filters = request.top_k > 0 or request.top_p < 1
     exact = exact_joint(target, TOY_PROMPT, sampling_of([request]), filters=filters)
     for seed in seeds:
-        texts = sample_texts(target, draft_length, seed, bf16=bf16, use_oracle=use_oracle, request=request)
+        texts = sample_texts(
+            target, draft_length, seed, tree=tree, drafter=drafter, bf16=bf16, use_oracle=use_oracle, request=request
+        )
         counts = np.zeros(exact.shape)
         np.add.at(counts, tuple(texts.T), 1)
         assert counts.sum() == SAMPLES
         assert chi_square_p(counts, exact) > 0.001, f"seed {seed}"
 
 
-def test_sampled_text_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_samples(monkeypatch, "chain, all in bf16, T=0.7", range(1))
+@pytest.mark.parametrize("setting", ["chain, all in bf16, T=0.7", "tree"])
+def test_sampled_text_follows_the_target(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    check_samples(monkeypatch, setting, range(1))
 
 
 @pytest.mark.full
