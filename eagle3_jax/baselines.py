@@ -135,7 +135,7 @@ def propose_lookup(lookup: Lookup, history: History, tokens: jax.Array, count: j
         for back in range(lookup.longest):
             end = jnp.take_along_axis(text, jnp.maximum(known - 1 - back, 0), axis=1)
             so_far &= (jnp.roll(text, back, axis=1) == end) & (place >= back) & (known - 1 - back >= 0)
-            agreed += so_far
+            agreed += so_far.astype(jnp.int32)
         before = place < known - 1
         best = jnp.argmax(jnp.where(before & (agreed > 0), agreed * size + place, -1), axis=1)[:, None]
         found = jnp.take_along_axis(jnp.where(before, agreed, 0), best, axis=1) > 0
