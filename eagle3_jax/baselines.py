@@ -12,7 +12,7 @@ from flax import struct
 
 from eagle3_jax.attention import causal_mask
 from eagle3_jax.cache import History, KVCache, commit
-from eagle3_jax.drafters import Proposal
+from eagle3_jax.chain import Proposal
 from eagle3_jax.sampling import draw, most_likely
 from eagle3_jax.target import Target, target_forward, target_logits
 
@@ -79,7 +79,7 @@ def propose_small(
     A drafted token is read from a block that begins after the committed rows and is thrown away: every step runs over
     all tokens drafted before it once more, which costs a small model little and keeps its cache clean.
 
-    Args: as `drafters.propose_chain`, but for the taps.
+    Args: as `chain.propose_chain`, but for the taps.
     """
     with jax.named_scope("propose_small"):
         hidden, cache = extend_small(small, cache, tokens, count)

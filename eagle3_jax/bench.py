@@ -1,12 +1,13 @@
-"""Methods side by side on the same prompts, in one process; `metrics.py` decides what the words mean.
+"""Methods side by side on the same prompts, in one process.
 
-Every prompt is answered by every method before the next prompt, so that whatever else the machine does hits all alike.
-Compilation happens in a warm-up of each shape and is never timed.
+One at a time, every prompt is answered by every method before the next prompt, so that whatever else the machine does
+hits all alike; in batches, every task is. Compilation happens in a warm-up of each shape and is never timed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -19,79 +20,60 @@ from eagle3_jax.costs import Costs, measure_costs
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Answer, Request, cache_length_for, decode, prefill_buckets
 from eagle3_jax.errors import InputError
-from eagle3_jax.generate import Drafter
-from eagle3_jax.metrics import conditional_n_alpha, ratio, tau, tokens_per_second
+from eagle3_jax.report import Method, Run, record, render
 from eagle3_jax.runtime import Runtime
 from eagle3_jax.target import Target
 from eagle3_jax.tree import TreeShape
 
-Runner = Callable[[Request], Answer]
+# What `--sweep` tries: a block of 2 to 8 tokens costs a 2-core CPU about the same, so small trees stand beside chains.
+SWEEP: tuple[TreeShape, ...] = (
+    *map(TreeShape.chain, (1, 2, 3, 4, 5, 7)),
+    *(TreeShape(*shape) for shape in ((5, 2, 3), (8, 2, 4), (8, 3, 3), (8, 4, 2), (16, 4, 4), (24, 6, 4), (60, 8, 10))),
+)
 
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """One column of a comparison.
-
-    Attributes:
-      name: plain, eagle3, sps, lookup or hf.
-      draft_name: the draft's label, for eagle3 and sps.
-      draft: what drafts.
-      draft_length: W of a chain; 0 without a draft, and with a tree.
-      tree: the tree that is drafted instead of a chain.
-    """
-
-    name: str
-    draft_name: str | None = None
-    draft: Drafter | None = None
-    draft_length: int = 0
-    tree: TreeShape | None = None
-
-    @property
-    def shape(self) -> TreeShape | None:
-        """What is drafted, a chain as the tree that it is; None without a draft."""
-        return self.tree or (TreeShape.chain(self.draft_length) if self.draft_length else None)
-
-    @property
-    def depth(self) -> int:
-        """W: most drafts that a round can accept."""
-        return 0 if self.shape is None else self.shape.depth
-
-    @property
-    def label(self) -> str:
-        """How tables call it."""
-        if self.shape is None:
-            return self.name
-        shape = f"K={self.draft_length}"
-        if self.tree is not None:
-            shape = f"M={self.tree.nodes} W={self.tree.depth} k={self.tree.top_k}"
-        return " ".join(part for part in (self.name, self.draft_name, shape) if part)
+Runner = Callable[[Sequence[Request], int], Run]
 
 
 def _ours(target: Target, method: Method, eos: Sequence[int]) -> Runner:
     """Answer with our engine; warms up each shape once, untimed."""
     warm: set[tuple[Any, ...]] = set()
 
-    def events(request: Request) -> Iterator[Any]:
-        return decode(target, method.draft, [request], draft_length=method.draft_length, tree=method.tree, eos=eos)
+    def events(requests: Sequence[Request], batch: int) -> Iterator[Any]:
+        return decode(
+            target, method.draft, requests, batch=batch, eos=eos, draft_length=method.draft_length, tree=method.tree,
+            lookup_nodes=method.lookup_nodes,
+        )  # fmt: skip
 
-    def run(request: Request) -> Answer:
-        shapes = (
-            tuple(prefill_buckets(len(request.tokens))),
-            cache_length_for([request], target.config, method.depth),
-            request.temperature == 0,
-        )
-        if shapes not in warm:
-            rounds = 0
-            for rounds, _ in enumerate(events(request)):
-                if rounds == 3:
-                    break
-            # An answer that prefill ended has compiled no round.
-            if rounds or request.max_new_tokens == 1:
-                warm.add(shapes)
-        for event in events(request):
+    def warm_up(requests: Sequence[Request], batch: int) -> None:
+        cache = cache_length_for(requests, target.config, method.depth)
+        shapes = {
+            (tuple(prefill_buckets(len(request.tokens))), cache, batch, request.temperature == 0): request
+            for request in requests
+        }
+        if shapes.keys() <= warm:
+            return
+        # One prompt of each length, the one that needs the longest cache, and as many as fill the batch.
+        longest = max(requests, key=lambda request: len(request.tokens) + request.max_new_tokens)
+        chosen = [*shapes.values(), longest, *requests][: max(batch, len(shapes) + 1)]
+        seen: set[int] = set()
+        rounds = 0
+        for event in events(chosen, batch):
+            rounds += event.index in seen
+            seen.add(event.index)
+            if len(seen) == len(chosen) and rounds >= 3 * batch:
+                break
+        # An answer that prefill ended has compiled no round.
+        if rounds or requests[0].max_new_tokens == 1:
+            warm.update(shapes)
+
+    def run(requests: Sequence[Request], batch: int) -> Run:
+        warm_up(requests, batch)
+        answers: dict[int, Answer] = {}
+        began = time.perf_counter()
+        for event in events(requests, batch):
             if event.answer is not None:
-                return event.answer
-        raise AssertionError("decoding ended without an answer")
+                answers[event.index] = event.answer
+        return Run([answers[index] for index in range(len(requests))], time.perf_counter() - began)
 
     return run
 
@@ -157,11 +139,15 @@ def _transformers(folder: Path, eos: Sequence[int], info: Runtime) -> Runner:
 
     warm = False
 
-    def run(request: Request) -> Answer:
+    def run(requests: Sequence[Request], batch: int) -> Run:
         nonlocal warm
         if not warm:
-            generate(request, 3)
+            generate(requests[0], 3)
             warm = True
+        answers = [answer(request) for request in requests]
+        return Run(answers, sum(found.seconds for found in answers))
+
+    def answer(request: Request) -> Answer:
         ids, first, seconds = generate(request, request.max_new_tokens)
         return Answer(
             index=0, token_ids=tuple(ids), finish_reason="stop" if ids[-1] in eos else "length",
@@ -170,58 +156,6 @@ def _transformers(folder: Path, eos: Sequence[int], info: Runtime) -> Runner:
         )  # fmt: skip
 
     return run
-
-
-def record(
-    task: str,
-    method: Method,
-    temperature: float,
-    answers: Sequence[Answer],
-    plain: Sequence[Answer],
-    costs: Costs | None = None,
-) -> dict[str, Any]:
-    """One entry of results.json: a method on a task, compared with plain decoding of the same prompts.
-
-    With the costs of a round's parts, `modelled_speedup` is what this tau would bring if a round cost nothing else.
-    """
-    tokens = [len(answer.token_ids) for answer in answers]
-    passes = [answer.verification_passes for answer in answers]
-    decoding = [answer.seconds - answer.first_token_seconds for answer in answers]
-    speed = tokens_per_second(tokens, decoding)
-    plain_speed = tokens_per_second(
-        [len(answer.token_ids) for answer in plain], [answer.seconds - answer.first_token_seconds for answer in plain]
-    )
-    forks = []
-    for index, (ours, theirs) in enumerate(zip(answers, plain)):
-        if ours.token_ids != theirs.token_ids:
-            place = next(
-                (i for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids)) if a != b),
-                min(len(ours.token_ids), len(theirs.token_ids)),
-            )
-            forks.append({"prompt": index, "token": place})
-    accepted = [count for answer in answers for count in answer.accepted]
-    mean = tau(tokens, passes)
-    return {
-        "method": method.name,
-        "draft": method.draft_name,
-        "draft_length": method.draft_length,
-        "tree": None if method.tree is None else dataclasses.asdict(method.tree),
-        "task": task,
-        "temperature": temperature,
-        "batch": 1,
-        "prompts": len(answers),
-        "new_tokens": sum(tokens),
-        "verification_passes": sum(passes),
-        "tau": mean,
-        "n_alpha": conditional_n_alpha(accepted, method.depth),
-        "tokens_per_second": speed,
-        "end_to_end_seconds": sum(answer.seconds for answer in answers),
-        "time_to_first_token": ratio(sum(answer.first_token_seconds for answer in answers), len(answers)),
-        "speedup": None if speed is None or plain_speed is None else ratio(speed, plain_speed),
-        "modelled_speedup": costs.speedup(mean, method.shape) if costs and mean and method.shape else None,
-        "identical_to_plain": ratio(len(answers) - len(forks), len(answers)) if temperature == 0 else None,
-        "forks": forks if temperature == 0 else [],
-    }
 
 
 def _costs(
@@ -250,6 +184,7 @@ def run_bench(
     tasks: dict[str, list[tuple[int, ...]]],
     *,
     temperatures: Sequence[float],
+    batches: Sequence[int] = (1,),
     max_new_tokens: int,
     eos: Sequence[int],
     out: Path,
@@ -263,6 +198,7 @@ def run_bench(
       methods: plain first.
       tasks: prompts as token ids, by task.
       temperatures: each is a run of its own.
+      batches: prompts decoded together; each is a run of its own. The method hf takes part in batches of 1.
       max_new_tokens: per answer.
       eos: end-of-sequence ids.
       out: folder for the results.
@@ -275,88 +211,38 @@ def run_bench(
     }
     costs = _costs(target, methods, [tokens for prompts in tasks.values() for tokens in prompts], max_new_tokens)
     records: list[dict[str, Any]] = []
-    for temperature in temperatures:
+    for temperature, batch in itertools.product(temperatures, batches):
+        taking_part = [method for method in methods if batch == 1 or method.name != "hf"]
         for task, prompts in tasks.items():
-            answers: dict[str, list[Answer]] = {method.label: [] for method in methods}
-            for index, tokens in enumerate(prompts):
-                request = Request(tokens, max_new_tokens=max_new_tokens, temperature=temperature, seed=index)
-                for method in methods:
-                    answers[method.label].append(runners[method.label](request))
-                print(f"\r{task} T={temperature:g}: {index + 1}/{len(prompts)}", end="", file=sys.stderr, flush=True)
+            requests = [
+                Request(tokens, max_new_tokens=max_new_tokens, temperature=temperature, seed=index)
+                for index, tokens in enumerate(prompts)
+            ]
+            runs: dict[str, list[Run]] = {method.label: [] for method in taking_part}
+            for part in [requests] if batch > 1 else [[request] for request in requests]:
+                for method in taking_part:
+                    runs[method.label].append(runners[method.label](part, batch))
+                done = len(runs["plain"]) if batch == 1 else len(part)
+                shown = f"{task} T={temperature:g} batch {batch}: {done}/{len(prompts)}"
+                print(f"\r{shown}", end="", file=sys.stderr, flush=True)
             print(file=sys.stderr)
-            plain = answers[methods[0].label]
+            whole = {
+                label: Run([answer for run in found for answer in run.answers], sum(run.seconds for run in found))
+                for label, found in runs.items()
+            }
+            # A round's parts are timed for one greedy row.
+            timed = costs if temperature == 0 and batch == 1 else {}
             records += [
                 record(
-                    task, method, temperature, answers[method.label], plain,
-                    costs.get(method.draft_name) if temperature == 0 else None,
+                    task, method, temperature, whole[method.label], whole["plain"], batch=batch,
+                    costs=None if method.lookup_nodes else timed.get(method.draft_name),
                 )
                 | dataclasses.asdict(info)
                 | {"max_new_tokens": max_new_tokens}
-                for method in methods
+                for method in taking_part
             ]  # fmt: skip
             text = json.dumps(records, indent=1)
             replace_file(out / "results.json", lambda part, text=text: part.write_text(text + "\n", encoding="utf-8"))
             report = render(records)
             replace_file(out / "report.md", lambda part, report=report: part.write_text(report, encoding="utf-8"))
     return records
-
-
-def render(records: Sequence[dict[str, Any]]) -> str:
-    """Tables in Markdown: a row for each method, two columns (speedup, tau) for each task, and their mean.
-
-    A ratio over nothing, as for answers that all ended with their first token, is "-" and in no mean.
-    """
-    first = records[0]
-    parts = [
-        f"{first['device']} ({first['platform']}), {first['dtype']}, matmul precision {first['precision']}, at most "
-        f"{first['max_new_tokens']} new tokens; one prompt at a time, of several turns the first.\n"
-    ]
-    shown = lambda value, form, unit="": "-" if value is None else format(value, form) + unit
-    mean = lambda values: sum(kept) / len(kept) if (kept := [value for value in values if value is not None]) else None
-    for temperature in dict.fromkeys(entry["temperature"] for entry in records):
-        chosen = [entry for entry in records if entry["temperature"] == temperature]
-        tasks = list(dict.fromkeys(entry["task"] for entry in chosen))
-        rows: dict[str, dict[str, dict[str, Any]]] = {}
-        for entry in chosen:
-            tree = None if entry["tree"] is None else TreeShape(**entry["tree"])
-            method = Method(entry["method"], entry["draft"], None, entry["draft_length"], tree)
-            rows.setdefault(method.label, {})[entry["task"]] = entry
-        parts.append(f"## Temperature {temperature:g}\n")
-        parts.append(
-            "| method | "
-            + " | ".join(f"{task} speedup | tau" for task in tasks)
-            + " | mean speedup | of its parts | mean tau | tok/s | identical |"
-        )
-        parts.append("|---" * (2 * len(tasks) + 6) + "|")
-        for label, by_task in rows.items():
-            cells, speedups, taus = [], [], []
-            for task in tasks:
-                entry = by_task[task]
-                speedups.append(entry["speedup"])
-                taus.append(entry["tau"])
-                cells += [shown(speedups[-1], ".2f", "x"), shown(taus[-1], ".2f")]
-            whole = {
-                name: mean([entry[name] for entry in by_task.values()])
-                for name in ("tokens_per_second", "identical_to_plain", "modelled_speedup")
-            }
-            cells += [
-                shown(mean(speedups), ".2f", "x"),
-                shown(whole["modelled_speedup"], ".2f", "x"),
-                shown(mean(taus), ".2f"),
-                shown(whole["tokens_per_second"], ".1f"),
-                shown(whole["identical_to_plain"], ".1%"),
-            ]
-            note = " (slower)" if (mean(speedups) or 1) < 1 and label != "plain" else ""
-            parts.append(f"| {label}{note} | " + " | ".join(cells) + " |")
-        if any(entry["modelled_speedup"] for entry in chosen):
-            parts.append(
-                "\nOf its parts: tau / (verification + drafting + catching up), in plain steps, each timed alone."
-            )
-        alphas = [(label, entry) for label, by_task in rows.items() for entry in by_task.values() if entry["n_alpha"]]
-        if alphas:
-            parts.append("\nn-alpha (acceptance of draft n+1, given that the n before it were accepted):\n")
-            for label, entry in alphas:
-                values = " ".join(shown(value, ".2f") for value in entry["n_alpha"])
-                parts.append(f"- {label}, {entry['task']}: {values}")
-        parts.append("")
-    return "\n".join(parts)

@@ -49,10 +49,17 @@ def _several(parser: argparse.ArgumentParser, flag: str, **options: Any) -> None
 
 
 def _tree(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("dynamic tree, instead of a chain")
+    group = parser.add_argument_group("a tree, instead of a chain")
     _integer(group, "--tree-nodes", 2, metavar="M", help="nodes verified a round, the last decided token included")
     _integer(group, "--tree-depth", 1, metavar="W", help="drafted levels")
     _integer(group, "--tree-top-k", 1, metavar="K", help="nodes expanded in each level, and children of each")
+    _integer(
+        group, "--tree-parents", 0, listed=True, metavar="P,P,...",
+        help="a fixed tree instead of a dynamic one: the parent of node 1, of node 2, ...; 0 is the root",
+    )  # fmt: skip
+    _integer(
+        group, "--lookup-nodes", 1, metavar="L", help="also look up, in the text so far, a branch of L tokens to verify"
+    )
 
 
 def _temperatures(text: str) -> list[float]:
@@ -172,6 +179,11 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"of chains, comma-separated; each is a row (default {commands.DRAFT_LENGTH}, or none with a tree)",
     )  # fmt: skip
     _tree(bench)
+    bench.add_argument("--sweep", action="store_true", help="try a list of chains and trees, and name the fastest")
+    _integer(
+        bench, "--batch", 1, listed=True, default=[1],
+        help="prompts decoded together, comma-separated; each is a run of its own (default 1)",
+    )  # fmt: skip
     _integer(bench, "--limit", 1, help="prompts of each task")
     _integer(bench, "--max-new-tokens", 1, default=128)
     bench.add_argument("--out", required=True)

@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from jax.typing import DTypeLike
@@ -16,16 +15,17 @@ from eagle3_jax import bench as benchmark
 from eagle3_jax import runtime
 from eagle3_jax.baselines import Lookup, SmallModel
 from eagle3_jax.checkpoint import load_draft, load_target, read_config, read_target_config
-from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Draft
-from eagle3_jax.engine import Answer, Request, check_request, decode
+from eagle3_jax.drafters import Drafter, Mixed
+from eagle3_jax.engine import Answer, Request, check_request, decode, plan_for, warn_beyond
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import tau
 from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl
+from eagle3_jax.report import Method, render
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import TextStream, check_stops, eos_ids, load_tokenizer
 from eagle3_jax.tokenizer import decode as decode_text
-from eagle3_jax.tree import TreeShape
+from eagle3_jax.tree import FixedTree, TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ def generate(args: argparse.Namespace) -> int:
             "--draft or --method lookup with what is to be drafted",
         ),
         (tree is not None and method != "eagle3", "an EAGLE-3 draft with a tree"),
+        (args.lookup_nodes is not None and method != "eagle3", "an EAGLE-3 draft with --lookup-nodes"),
         (args.draft_length is not None and tree is not None, "either a chain (--draft-length) or a tree"),
         (args.logprobs and not args.json, "--json with --logprobs"),
         (args.stream and args.json, "either --stream, which prints text, or --json"),
@@ -79,9 +80,18 @@ def generate(args: argparse.Namespace) -> int:
         requests.append(request)
     dtype = runtime.DTYPES[info.dtype]
     target = load_target(folder, dtype)
-    draft = load_drafter(Path(args.draft), target, dtype) if args.draft else Lookup() if method == "lookup" else None
-    if isinstance(draft, Draft):
-        warn_beyond_training(draft, requests, config)
+    draft: Drafter | None = Lookup() if method == "lookup" else None
+    if args.draft:
+        draft = load_drafter(Path(args.draft), target, dtype)
+    if args.lookup_nodes is not None and isinstance(draft, Draft):
+        draft = Mixed(draft, Lookup())
+    drafting = {
+        "draft_length": 0 if draft is None or tree is not None else args.draft_length or DRAFT_LENGTH,
+        "tree": tree,
+        "lookup_nodes": args.lookup_nodes or 0,
+    }
+    plan_for(config, draft, **drafting)
+    warn_beyond(draft, requests, config)
     print("compiling (once per shape; kept for later runs)", file=sys.stderr)
     ends = () if args.ignore_eos else eos_ids(folder, tokenizer)
     streams = {index: TextStream(tokenizer, stops) for index in range(len(requests))}
@@ -90,9 +100,8 @@ def generate(args: argparse.Namespace) -> int:
     shown = 0
     began = time.perf_counter()
     for event in decode(
-        target, draft, requests, tree=tree,
-        draft_length=0 if draft is None or tree is not None else args.draft_length or DRAFT_LENGTH,
-        batch=args.batch, rounds=1 if args.stream else None, eos=ends, tokenizer=tokenizer, logprobs=args.logprobs,
+        target, draft, requests, **drafting, batch=args.batch,
+        rounds=1 if args.stream else None, eos=ends, tokenizer=tokenizer, logprobs=args.logprobs,
     ):  # fmt: skip
         if args.stream:
             print(streams[event.index].push(event.token_ids), end="", flush=True)
@@ -109,7 +118,7 @@ def generate(args: argparse.Namespace) -> int:
             while shown in texts:
                 print(texts.pop(shown), flush=True)
                 shown += 1
-    _summary(answers, isinstance(draft, Draft), time.perf_counter() - began)
+    _summary(answers, isinstance(draft, Draft | Mixed), time.perf_counter() - began)
     return 0
 
 
@@ -125,10 +134,18 @@ def load_drafter(folder: Path, target: Target, dtype: DTypeLike) -> Draft | Smal
     return SmallModel(load_target(folder, dtype))
 
 
-def _tree_shape(args: argparse.Namespace) -> TreeShape | None:
+def _tree_shape(args: argparse.Namespace) -> TreeShape | FixedTree | None:
     """The tree that the flags describe; its numbers are checked against the draft later."""
     given = {name: getattr(args, f"tree_{name}") for name in ("nodes", "depth", "top_k")}
     absent = [f"--tree-{name.replace('_', '-')}" for name, value in given.items() if value is None]
+    if args.tree_parents is not None:
+        if len(absent) < len(given):
+            raise InputError(
+                expected="either a fixed tree (--tree-parents) or a dynamic one",
+                found="flags of both",
+                remedy="Leave one of them out.",
+            )
+        return FixedTree(tuple(args.tree_parents))
     if len(absent) == len(given):
         return None
     if absent:
@@ -138,19 +155,6 @@ def _tree_shape(args: argparse.Namespace) -> TreeShape | None:
             remedy="For example --tree-nodes 9 --tree-depth 4 --tree-top-k 3.",
         )
     return TreeShape(**given)
-
-
-def warn_beyond_training(draft: Draft, requests: Sequence[Request], config: TargetConfig) -> None:
-    """Say once that texts may grow longer than anything the draft was made for."""
-    trained, most = draft.config.trained_length, draft.config.max_position_embeddings
-    limit = most if trained is None else min(trained, most)
-    longest = max(len(request.tokens) + request.max_new_tokens for request in requests)
-    longest = min(longest, config.context_limit)
-    if longest > limit:
-        logger.warning(
-            "up to %d tokens of prompt and answer, but the draft was %s %d: the text stays right, but fewer drafts may "
-            "be accepted beyond that", longest, "trained on" if limit == trained else "made for", limit,
-        )  # fmt: skip
 
 
 def _record(answer: Answer, text: str, args: argparse.Namespace) -> dict[str, object]:
@@ -207,16 +211,8 @@ def bench(args: argparse.Namespace) -> int:
     drafts, files = _pairs(args.draft, "--draft"), _pairs(args.tasks, "--tasks")
     wanted = args.methods.split(",")
     kinds = {_kind(path) for path in drafts.values()}
-    if (
-        set(wanted) - {"plain", "eagle3", "sps", "lookup", "hf"}
-        or "plain" not in wanted
-        or kinds
-        != set(wanted)
-        & {
-            "eagle3",
-            "sps",
-        }
-    ):
+    known = {"plain", "eagle3", "sps", "lookup", "hf"}
+    if set(wanted) - known or "plain" not in wanted or kinds != set(wanted) & {"eagle3", "sps"}:
         raise InputError(
             expected="--methods out of plain, eagle3, sps, lookup and hf, with plain, which all others are compared "
             "with, and a --draft of its kind exactly for eagle3 and sps",
@@ -224,8 +220,16 @@ def bench(args: argparse.Namespace) -> int:
             remedy="For example --methods plain,eagle3 --draft NAME=DIR.",
         )
     tree = _tree_shape(args)
-    lengths = args.draft_length or ([] if tree is not None else [DRAFT_LENGTH])
-    for flag, values in (("--draft-length", lengths), ("--temperatures", args.temperatures)):
+    if args.sweep and (tree is not None or args.draft_length or args.lookup_nodes is not None):
+        raise InputError(
+            expected="either --sweep, which tries a list of chains and trees, or what is to be drafted",
+            found="both",
+            remedy="Leave one of them out.",
+        )
+    lengths = args.draft_length or ([] if tree is not None or args.sweep else [DRAFT_LENGTH])
+    for flag, values in (
+        ("--draft-length", lengths), ("--temperatures", args.temperatures), ("--batch", args.batch),
+    ):  # fmt: skip
         if len(set(values)) < len(values):
             raise InputError(expected=f"every value of {flag} once", found=str(values), remedy="Drop the repetition.")
     if Path(args.out).exists() and not Path(args.out).is_dir():
@@ -248,27 +252,30 @@ def bench(args: argparse.Namespace) -> int:
                 check_request(request, config, where)
         tasks[name] = prompts
     target = load_target(folder, runtime.DTYPES[info.dtype])
-    methods = [benchmark.Method("plain")]
+    methods = [Method("plain")]
     if "hf" in wanted:
-        methods.append(benchmark.Method("hf"))
+        methods.append(Method("hf"))
+    asked = [Request(ids, max_new_tokens=args.max_new_tokens) for prompts in tasks.values() for ids in prompts]
     for name, path in drafts.items():
-        draft = load_drafter(path, target, runtime.DTYPES[info.dtype])
-        methods += [benchmark.Method(_kind(path), name, draft, length) for length in lengths]
-        if not isinstance(draft, Draft):
-            continue
-        warn_beyond_training(
-            draft,
-            [Request(ids, max_new_tokens=args.max_new_tokens) for prompts in tasks.values() for ids in prompts],
-            config,
-        )
-        if tree is not None:
-            tree.check(draft.config.draft_vocab_size)
-            methods.append(benchmark.Method("eagle3", name, draft, tree=tree))
+        draft: Drafter = load_drafter(path, target, runtime.DTYPES[info.dtype])
+        kind, beside = _kind(path), 0
+        shapes: list[tuple[int, TreeShape | FixedTree | None]] = [(length, None) for length in lengths]
+        if isinstance(draft, Draft):
+            if args.sweep:
+                shapes = [(one.depth, None) if one.top_k == 1 else (0, one) for one in benchmark.SWEEP]
+            elif tree is not None:
+                shapes.append((0, tree))
+            if args.lookup_nodes is not None:
+                draft, beside = Mixed(draft, Lookup()), args.lookup_nodes
+        for length, shape in shapes or [(DRAFT_LENGTH, None)]:
+            plan_for(config, draft, draft_length=length, tree=shape, lookup_nodes=beside)
+            methods.append(Method(kind, name, draft, length, shape, beside))
+        warn_beyond(draft, asked, config)
     if "lookup" in wanted:
-        methods += [benchmark.Method("lookup", None, Lookup(), length) for length in lengths]
+        methods += [Method("lookup", None, Lookup(), length) for length in lengths or [DRAFT_LENGTH]]
     records = benchmark.run_bench(
-        target, folder, methods, tasks, temperatures=args.temperatures, max_new_tokens=args.max_new_tokens,
-        eos=eos_ids(folder, tokenizer), out=Path(args.out), info=info,
+        target, folder, methods, tasks, temperatures=args.temperatures, batches=args.batch,
+        max_new_tokens=args.max_new_tokens, eos=eos_ids(folder, tokenizer), out=Path(args.out), info=info,
     )  # fmt: skip
-    print(benchmark.render(records))
+    print(render(records))
     return 0

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 
 from eagle3_jax.attention import Segment, causal_mask
 from eagle3_jax.cache import KVCache, commit, empty_cache
+from eagle3_jax.chain import catch_up
 from eagle3_jax.draft import Draft, draft_logits, draft_step
-from eagle3_jax.drafters import catch_up
 from eagle3_jax.sampling import most_likely
 from eagle3_jax.target import Target, target_forward, target_logits
-from eagle3_jax.tree import TreeShape, best_children, next_beam
+from eagle3_jax.tree import FixedTree, TreeShape, best_children, next_beam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Costs:
     draft_step: dict[int, float]
     catch_up: dict[int, float]
 
-    def speedup(self, tau: float, shape: TreeShape) -> float:
+    def speedup(self, tau: float, shape: TreeShape | FixedTree) -> float:
         """What a draft of this tau would bring if a round cost its parts and nothing else."""
-        drafting = shape.depth * self.draft_step[shape.top_k] + self.catch_up[shape.depth + 1]
+        drafting = shape.depth * self.draft_step[shape.width] + self.catch_up[shape.depth + 1]
         return tau * self.plain / (self.verify[shape.nodes] + drafting)
 
 
@@ -88,7 +88,7 @@ def _catch_up(draft: Draft, cache: KVCache, taps: jax.Array, tokens: jax.Array) 
 
 
 def measure_costs(
-    target: Target, draft: Draft, shapes: Sequence[TreeShape], *, cache_length: int = 384, repeats: int = 20
+    target: Target, draft: Draft, shapes: Sequence[TreeShape | FixedTree], *, cache_length: int = 384, repeats: int = 20
 ) -> Costs:
     """Time the parts of a round on this machine, one sequence, caches half full.
 
@@ -109,7 +109,7 @@ def measure_costs(
     draft_cache = dataclasses.replace(draft_cache, lengths=start + 0)
     width = len(shape.taps) * shape.target_hidden_size
     blocks = sorted({one.nodes for one in shapes})
-    widths = sorted({one.top_k for one in shapes})
+    widths = sorted({one.width for one in shapes})
     slots = sorted({one.depth + 1 for one in shapes})
 
     def verify(length: int, taps: tuple[int, ...]) -> None:

@@ -7,6 +7,7 @@ round decides, and looks for stop strings, which only text can show.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from eagle3_jax.baselines import SmallModel
 from eagle3_jax.cache import cache_bucket
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Draft
+from eagle3_jax.drafters import Drafter, Mixed, Plan, reach_of
 from eagle3_jax.errors import InputError
 from eagle3_jax.generate import (
     CONTEXT,
@@ -28,7 +30,6 @@ from eagle3_jax.generate import (
     RUNNING,
     STOP,
     DecodeState,
-    Drafter,
     Rounds,
     Structure,
     admit,
@@ -39,10 +40,12 @@ from eagle3_jax.generate import (
 from eagle3_jax.sampling import Sampling
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import check_stops, find_stop
-from eagle3_jax.tree import TreeShape
+from eagle3_jax.tree import FixedTree, TreeShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +147,7 @@ def check_request(request: Request, config: TargetConfig, where: str) -> None:
             raise InputError(expected=f"{name} {rule}", found=str(getattr(request, name)), remedy="Correct the value.")
 
 
-def structure_for(
-    requests: Sequence[Request], draft_length: int, *, tree: TreeShape | None = None, logprobs: bool = False
-) -> Structure:
+def structure_for(requests: Sequence[Request], plan: Plan, *, logprobs: bool = False) -> Structure:
     """The one structure that serves all requests.
 
     Raises:
@@ -161,7 +162,7 @@ def structure_for(
         )
     sampled = not greedy.pop()
     filters = sampled and any(request.top_k > 0 or request.top_p < 1 for request in requests)
-    return Structure(draft_length=draft_length, tree=tree, greedy=not sampled, filters=filters, logprobs=logprobs)
+    return Structure(plan=plan, greedy=not sampled, filters=filters, logprobs=logprobs)
 
 
 def sampling_of(requests: Sequence[Request]) -> Sampling:
@@ -175,9 +176,9 @@ def sampling_of(requests: Sequence[Request]) -> Sampling:
     )
 
 
-def cache_length_for(requests: Sequence[Request], config: TargetConfig, draft_length: int) -> int:
-    """The cache bucket that holds every request's prompt, answer and one block."""
-    block = draft_length + 1
+def cache_length_for(requests: Sequence[Request], config: TargetConfig, depth: int) -> int:
+    """The cache bucket that holds every request's prompt, answer and one round's tokens, `depth` + 1."""
+    block = depth + 1
     needed = max(
         min(len(request.tokens) + request.max_new_tokens, config.context_limit) + block for request in requests
     )
@@ -233,20 +234,90 @@ def prefill(
     return dataclasses.replace(state, remaining=state.remaining - state.count)
 
 
-def _check_small(small: TargetConfig, target: TargetConfig, requests: Sequence[Request]) -> None:
-    """Refuse a small model that cannot draft for these requests."""
-    longest = max((len(request.tokens) + request.max_new_tokens for request in requests), default=0)
-    longest = min(longest, target.context_limit)
-    for expected, found in (
-        (small.vocab_size == target.vocab_size, f"a vocabulary of {small.vocab_size} tokens"),
-        (small.context_limit >= longest, f"a context of {small.context_limit} tokens"),
-    ):
-        if not expected:
+def plan_for(
+    target: TargetConfig,
+    draft: Drafter | None,
+    *,
+    draft_length: int = 0,
+    tree: TreeShape | FixedTree | None = None,
+    lookup_nodes: int = 0,
+) -> Plan:
+    """What a drafter is to propose in each round.
+
+    Args:
+      target: the model's description.
+      draft: the drafter.
+      draft_length: W of a chain; 0 with a tree, or without a drafter.
+      tree: instead of a chain; of an EAGLE-3 draft only.
+      lookup_nodes: nodes of the lookup branch; with `Mixed` only.
+
+    Raises:
+      InputError: a combination that cannot be, or a drafter for another vocabulary.
+    """
+    own = draft.draft if isinstance(draft, Mixed) else draft
+    for name, value in (("draft_length", draft_length), ("lookup_nodes", lookup_nodes)):
+        if value < 0:
+            raise InputError(expected=f"{name} of at least 0", found=str(value), remedy="Correct the value.")
+    if tree is not None:
+        if draft_length:
             raise InputError(
-                expected=f"a drafting model with the target's {target.vocab_size} tokens and room for {longest}",
-                found=found,
-                remedy="Take a smaller model of the target's own family, or shorter answers.",
+                expected="a chain or a tree",
+                found=f"draft_length {draft_length} and a tree",
+                remedy="Pass one of them.",
             )
+        if own is not None and not isinstance(own, Draft):
+            raise InputError(
+                expected="an EAGLE-3 draft, which alone grows trees",
+                found=f"a {type(own).__name__}",
+                remedy="Draft a chain.",
+            )
+        tree.check(target.vocab_size if own is None else own.config.draft_vocab_size)
+        draft_length = tree.depth
+    plan = Plan(draft_length=draft_length, tree=tree, lookup_nodes=lookup_nodes)
+    if plan.depth >= target.context_limit:
+        raise InputError(
+            expected=f"a draft_length below the target's context of {target.context_limit} tokens",
+            found=str(plan.depth),
+            remedy="Chains of 2 to 8 drafts are usual.",
+        )
+    if (draft_length > 0) != (draft is not None):
+        raise InputError(
+            expected="a draft exactly when draft_length is above 0 or a tree is given",
+            found=f"draft_length {draft_length} {'with' if draft is not None else 'without'} a draft",
+            remedy="Pass both or neither.",
+        )
+    if (lookup_nodes > 0) != isinstance(draft, Mixed):
+        raise InputError(
+            expected="lookup_nodes above 0 exactly for a draft mixed with lookup",
+            found=f"lookup_nodes {lookup_nodes} and {'no draft' if draft is None else f'a {type(draft).__name__}'}",
+            remedy="Pass Mixed(draft, Lookup()) and its number of nodes, or neither.",
+        )
+    if isinstance(draft, SmallModel) and draft.model.config.vocab_size != target.vocab_size:
+        raise InputError(
+            expected=f"a drafting model with the target's vocabulary of {target.vocab_size} tokens",
+            found=f"{draft.model.config.vocab_size} tokens",
+            remedy="Take a smaller model of the target's own family.",
+        )
+    return plan
+
+
+def warn_beyond(draft: Drafter | None, requests: Sequence[Request], config: TargetConfig) -> None:
+    """Say once that texts may grow longer than what the drafter was made for, or trained on."""
+    reach = reach_of(draft)
+    own = draft.draft if isinstance(draft, Mixed) else draft
+    trained = own.config.trained_length if isinstance(own, Draft) else None
+    longest = max((len(request.tokens) + request.max_new_tokens for request in requests), default=0)
+    longest = min(longest, config.context_limit)
+    if reach is not None and longest > reach:
+        logger.warning(
+            "up to %d tokens of prompt and answer, but the draft was made for %d: the text stays right; beyond them it "
+            "is decoded in plain steps", longest, reach,
+        )  # fmt: skip
+    elif trained is not None and longest > trained:
+        logger.warning(
+            "up to %d tokens of prompt and answer, but the draft was trained on %d: the text stays right, but fewer "
+            "drafts may be accepted beyond them", longest, trained,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -275,7 +346,8 @@ def decode(
     requests: Sequence[Request],
     *,
     draft_length: int = 0,
-    tree: TreeShape | None = None,
+    tree: TreeShape | FixedTree | None = None,
+    lookup_nodes: int = 0,
     batch: int = 1,
     rounds: int | None = None,
     eos: Sequence[int] = (),
@@ -286,10 +358,11 @@ def decode(
 
     Args:
       target: the model.
-      draft: its draft; required iff something is to be drafted.
+      draft: who drafts; required iff something is to be drafted.
       requests: all greedy or all sampled.
       draft_length: W, tokens drafted a round in a chain; 0 without `tree` is plain decoding.
-      tree: draft a dynamic tree of this shape instead.
+      tree: draft a tree instead.
+      lookup_nodes: nodes that lookup fills, beside the draft's own; with a `Mixed` drafter only.
       batch: rows decoded together.
       rounds: most rounds between two looks of the host, which streams, ends rows at stop strings and lets waiting
         requests in; None is 1 on a CPU, where a look costs nothing, and 8 elsewhere.
@@ -315,42 +388,15 @@ def decode(
             check_stops(tokenizer, request.stop)
     if rounds is None:
         rounds = 1 if jax.default_backend() == "cpu" else 8
-    for name, value, least in (("batch", batch, 1), ("draft_length", draft_length, 0), ("rounds", rounds, 1)):
-        if value < least:
-            raise InputError(expected=f"{name} of at least {least}", found=str(value), remedy="Correct the value.")
-    if tree is not None:
-        if draft_length:
-            raise InputError(
-                expected="a chain or a tree",
-                found=f"draft_length {draft_length} and a tree",
-                remedy="Pass one of them.",
-            )
-        if draft is not None and not isinstance(draft, Draft):
-            raise InputError(
-                expected="an EAGLE-3 draft, which alone grows trees",
-                found=f"a {type(draft).__name__}",
-                remedy="Draft a chain.",
-            )
-        tree.check(target.config.vocab_size if draft is None else draft.config.draft_vocab_size)
-        draft_length = tree.depth
-    if draft_length >= target.config.context_limit:
-        raise InputError(
-            expected=f"a draft_length below the target's context of {target.config.context_limit} tokens",
-            found=str(draft_length),
-            remedy="Chains of 2 to 8 drafts are usual.",
-        )
-    if (draft_length > 0) != (draft is not None):
-        raise InputError(
-            expected="a draft exactly when draft_length is above 0 or a tree is given",
-            found=f"draft_length {draft_length} {'with' if draft is not None else 'without'} a draft",
-            remedy="Pass both or neither.",
-        )
-    if isinstance(draft, SmallModel):
-        _check_small(draft.model.config, target.config, requests)
+    for name, value in (("batch", batch), ("rounds", rounds)):
+        if value < 1:
+            raise InputError(expected=f"{name} of at least 1", found=str(value), remedy="Correct the value.")
+    plan = plan_for(target.config, draft, draft_length=draft_length, tree=tree, lookup_nodes=lookup_nodes)
     if not requests:
         return
-    structure = structure_for(requests, draft_length, tree=tree, logprobs=logprobs)
-    cache_length = cache_length_for(requests, target.config, draft_length)
+    warn_beyond(draft, requests, target.config)
+    structure = structure_for(requests, plan, logprobs=logprobs)
+    cache_length = cache_length_for(requests, target.config, plan.depth)
     batch = min(batch, len(requests))
     ends = pad_eos(eos)
     waiting = list(enumerate(requests))[::-1]

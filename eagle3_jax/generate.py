@@ -15,23 +15,23 @@ import jax.numpy as jnp
 from flax import struct
 
 from eagle3_jax.attention import causal_mask
-from eagle3_jax.baselines import (
-    Lookup,
-    SmallModel,
-    extend_history,
-    extend_small,
-    propose_lookup,
-    propose_small,
+from eagle3_jax.cache import KVCache, commit, empty_cache
+from eagle3_jax.drafters import (
+    Drafted,
+    Drafter,
+    DrafterCache,
+    Plan,
+    empty_cache_of,
+    propose,
+    reach_of,
+    read_prompt,
+    taps_of,
 )
-from eagle3_jax.cache import History, KVCache, commit, empty_cache
-from eagle3_jax.draft import Draft
-from eagle3_jax.drafters import catch_up, propose_chain
 from eagle3_jax.sampling import Sampling, draw, most_likely, target_distribution, uniforms
 from eagle3_jax.target import Target, target_forward, target_logits
-from eagle3_jax.tree import TreeShape, ancestor_mask, propose_tree
-from eagle3_jax.verify import Tree, chain_tree, verify_greedy, verify_sampled
+from eagle3_jax.tree import ancestor_mask
+from eagle3_jax.verify import Tree, Verdict, verify_greedy, verify_sampled
 
-Drafter = Draft | SmallModel | Lookup
 RUNNING, STOP, LENGTH, CONTEXT = 0, 1, 2, 3
 FINISH_REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
 PREFILL_BUCKETS = (32, 64, 128, 256, 512)
@@ -42,15 +42,13 @@ class Structure:
     """What a compiled round depends on, besides array shapes.
 
     Attributes:
-      draft_length: W, tokens or levels drafted a round; 0 is plain decoding.
-      tree: how a dynamic tree of W levels grows; None drafts a chain.
+      plan: what is proposed.
       greedy: argmax instead of sampling.
       filters: some row uses top-k or top-p.
       logprobs: also return the target's log-probability of each token.
     """
 
-    draft_length: int = 0
-    tree: TreeShape | None = None
+    plan: Plan = dataclasses.field(default_factory=Plan)
     greedy: bool = True
     filters: bool = False
     logprobs: bool = False
@@ -58,7 +56,7 @@ class Structure:
 
 @struct.dataclass
 class DecodeState:
-    """Everything between two rounds. P = W + 1 is the most tokens a round decides.
+    """Everything between two rounds. P, the plan's depth + 1, is the most tokens a round decides.
 
     Attributes:
       target_cache: rows of all decided tokens but the last.
@@ -76,7 +74,7 @@ class DecodeState:
     """
 
     target_cache: KVCache
-    draft_cache: KVCache | History | None
+    draft_cache: DrafterCache | None
     taps: jax.Array
     tokens: jax.Array
     count: jax.Array
@@ -89,11 +87,6 @@ class DecodeState:
     accepted: jax.Array
 
 
-def _taps(draft: Drafter | None) -> tuple[int, ...]:
-    """The boundaries whose states the drafter reads."""
-    return draft.config.taps if isinstance(draft, Draft) else ()
-
-
 @partial(jax.jit, static_argnames=("batch", "cache_length", "structure"))
 def empty_state(
     target: Target, draft: Drafter | None, *, batch: int, cache_length: int, structure: Structure
@@ -101,20 +94,12 @@ def empty_state(
     """A state of `batch` finished rows, to be filled by `prefill` and `admit`."""
     config = target.config
     dtype = target.params.embed.dtype
-    places = structure.draft_length + 1
-    width = len(_taps(draft)) * config.hidden_size
+    places = structure.plan.depth + 1
+    width = len(taps_of(draft)) * config.hidden_size
     int_row = lambda value: jnp.full((batch,), value, jnp.int32)
-    draft_cache = None
-    if isinstance(draft, Lookup):
-        draft_cache = History(tokens=jnp.zeros((batch, cache_length), jnp.int32), lengths=int_row(0))
-    elif draft is not None:
-        shape = draft.config if isinstance(draft, Draft) else draft.model.config
-        layers = 1 if isinstance(draft, Draft) else draft.model.config.num_layers
-        # A draft computes in the dtype of the states that it reads, whatever its weights are kept in.
-        draft_cache = empty_cache(layers, batch, shape.num_kv_heads, cache_length, shape.head_dim, dtype)
     return DecodeState(
         target_cache=empty_cache(config.num_layers, batch, config.num_kv_heads, cache_length, config.head_dim, dtype),
-        draft_cache=draft_cache,
+        draft_cache=empty_cache_of(draft, batch, cache_length, dtype),
         taps=jnp.zeros((batch, places, width), dtype),
         tokens=jnp.zeros((batch, places), jnp.int32),
         count=int_row(0),
@@ -186,17 +171,10 @@ def prefill_chunk(
         over_cache, over_block = causal_mask(lengths, length, state.target_cache.max_length)
         out = target_forward(
             target, tokens, lengths[:, None] + offsets, over_block,
-            taps=_taps(draft), cache=state.target_cache, cache_mask=over_cache,
+            taps=taps_of(draft), cache=state.target_cache, cache_mask=over_cache,
         )  # fmt: skip
         target_cache = commit(state.target_cache, out.keys, out.values, path, count)
-        draft_cache = state.draft_cache
-        match draft, draft_cache:
-            case Draft(), KVCache():
-                _, draft_cache = catch_up(draft, draft_cache, out.taps, following, draft_count)
-            case SmallModel(), KVCache():
-                _, draft_cache = extend_small(draft, draft_cache, tokens, count)
-            case Lookup(), History():
-                draft_cache = extend_history(draft_cache, tokens, count)
+        draft_cache = read_prompt(draft, state.draft_cache, out.taps, tokens, following, count, draft_count)
         last = (count - 1)[:, None, None]
         logits = target_logits(target, jnp.take_along_axis(out.hidden, last, axis=1))
         first = _choose(logits, sampling, target_cache.lengths, structure)
@@ -225,42 +203,6 @@ def _choose(logits: jax.Array, sampling: Sampling, position: jax.Array, structur
     return draw(probabilities, uniforms(sampling.seed, position[:, None])[1])
 
 
-@struct.dataclass
-class _Drafted:
-    """What a round verifies: the tree, each node's rank among its siblings, and what its tokens were drawn from."""
-
-    tree: Tree
-    ranks: jax.Array
-    distribution: jax.Array | None
-    cache: KVCache | History | None
-
-
-def _propose(
-    draft: Drafter | None, state: DecodeState, sampling: Sampling, noise: jax.Array | None, structure: Structure
-) -> _Drafted:
-    """Let the drafter draft what the structure says: nothing but the root, a chain, or a tree."""
-    width, root, cache = structure.draft_length, state.root, state.draft_cache
-    temperature, uniform = (None, None) if noise is None else (sampling.temperature, noise[0, :, :width])
-    last = (state.tokens, state.count)
-    match draft, cache:
-        case Draft(), KVCache() if structure.tree is not None:
-            tree, ranks, cache = propose_tree(draft, cache, state.taps, *last, root, structure.tree)
-            return _Drafted(tree, ranks, None, cache)
-        case Draft(), KVCache():
-            chain = propose_chain(draft, cache, state.taps, *last, width, temperature, uniform)
-        case SmallModel(), KVCache():
-            chain = propose_small(draft, cache, *last, width, temperature, uniform)
-        case Lookup(), History():
-            chain = propose_lookup(draft, cache, *last, width)
-        case _:
-            return _Drafted(chain_tree(root[:, None]), jnp.zeros_like(root)[:, None], None, cache)
-    tree = chain_tree(jnp.concatenate([root[:, None], chain.tokens], axis=1))
-    distribution = chain.distribution
-    if distribution is not None:
-        distribution = jnp.pad(distribution, ((0, 0), (1, 0), (0, 0)))
-    return _Drafted(tree, jnp.zeros_like(tree.tokens), distribution, chain.cache)
-
-
 @partial(jax.jit, static_argnames=("structure",), donate_argnames=("state",))
 def decode_round(
     target: Target,
@@ -271,10 +213,13 @@ def decode_round(
     *,
     structure: Structure,
 ) -> DecodeState:
-    """One round: catch up, draft a chain or a tree, verify it in one pass, commit what the target keeps.
+    """One round: catch up, draft what the plan says, verify it in one pass, commit what the target keeps.
+
+    Rows whose text has grown beyond what the drafter was made for decide one token a round; when all have, the round is
+    a plain step.
 
     Args:
-      target, draft: the models; the draft may be None iff `structure.draft_length` is 0.
+      target, draft: the models; the draft may be None iff nothing is proposed.
       state: donated.
       sampling: per-row values.
       eos: [E] int32, padded with -1.
@@ -283,36 +228,71 @@ def decode_round(
     Returns:
       The next state; `tokens` and `count` are the tokens decided. Rows that are done do not change.
     """
-    lengths = state.target_cache.lengths
-    offsets = jnp.arange(structure.draft_length + 1, dtype=jnp.int32)[None]
-    noise = None
-    if not structure.greedy:
-        tries = 1 if structure.tree is None else structure.tree.top_k
-        noise = uniforms(sampling.seed, lengths[:, None] + 1 + offsets, tries)
-    drafted = _propose(draft, state, sampling, noise, structure)
-    tree = drafted.tree
+    lengths, reach = state.target_cache.lengths, reach_of(draft)
+
+    def drafting(state: DecodeState, within: jax.Array | None) -> DecodeState:
+        noise, temperature, proposing = _noise(state, sampling, structure), None, None
+        if noise is not None:
+            temperature, proposing = sampling.temperature, noise[0, :, :-1]
+        drafted = propose(
+            draft, state.draft_cache, state.taps, state.tokens, state.count, state.root, structure.plan,
+            temperature, proposing,
+        )  # fmt: skip
+        return _verify_and_commit(target, draft, state, sampling, eos, drafted, noise, within, structure)
+
+    def plain(state: DecodeState) -> DecodeState:
+        nothing = propose(
+            None, state.draft_cache, state.taps, state.tokens, state.count, state.root, Plan(), None, None
+        )
+        noise = _noise(state, sampling, structure)
+        return _verify_and_commit(target, draft, state, sampling, eos, nothing, noise, None, structure)
+
+    # The cache's length is static, so whoever cannot come to the drafter's end does not pay for looking.
+    if reach is None or state.target_cache.max_length <= reach:
+        return drafting(state, None)
+    within = lengths + structure.plan.draft_length <= reach
+    useful = (within & (state.reason == RUNNING)).any()
+    return jax.lax.cond(useful, lambda state: drafting(state, within), plain, state)
+
+
+def _noise(state: DecodeState, sampling: Sampling, structure: Structure) -> jax.Array | None:
+    """The uniforms [2 + tries, B, P] that decide the tokens at the next P positions."""
+    if structure.greedy:
+        return None
+    offsets = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None]
+    return uniforms(sampling.seed, state.target_cache.lengths[:, None] + 1 + offsets, structure.plan.tries)
+
+
+def _verify_and_commit(
+    target: Target,
+    draft: Drafter | None,
+    state: DecodeState,
+    sampling: Sampling,
+    eos: jax.Array,
+    drafted: Drafted,
+    noise: jax.Array | None,
+    within: jax.Array | None,
+    structure: Structure,
+) -> DecodeState:
+    """The second half of a round; proposals of rows that are not `within` the drafter's reach do not count."""
+    tree, lengths, depth = drafted.tree, state.target_cache.lengths, state.tokens.shape[1] - 1
     with jax.named_scope("verify"):
         over_cache, _ = causal_mask(lengths, tree.tokens.shape[1], state.target_cache.max_length)
         out = target_forward(
             target,
             tree.tokens,
             lengths[:, None] + tree.depths,
-            ancestor_mask(tree, structure.draft_length),
-            taps=_taps(draft),
+            ancestor_mask(tree, depth),
+            taps=taps_of(draft),
             cache=state.target_cache,
             cache_mask=over_cache,
         )
         logits = target_logits(target, out.hidden)
-        if noise is None:
-            verdict = verify_greedy(tree, logits, structure.draft_length)
-        else:
-            probabilities = target_distribution(logits, sampling, filters=structure.filters)
-            # Node of depth d decides position lengths + d, whose uniforms are at d - 1; the root decides nothing.
-            rows = jnp.arange(tree.tokens.shape[0])[:, None]
-            accept = noise[2 + drafted.ranks, rows, jnp.maximum(tree.depths - 1, 0)]
-            verdict = verify_sampled(
-                tree, probabilities, drafted.distribution, accept, noise[1], structure.draft_length
-            )
+        if within is not None:
+            # A node that is its own parent is on no walk from the root.
+            alone = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None]
+            tree = dataclasses.replace(tree, parents=jnp.where(within[:, None], tree.parents, alone))
+        verdict = _verify(tree, drafted, logits, sampling, noise, depth, structure)
     with jax.named_scope("commit"):
         running = state.reason == RUNNING
         kept, reason = _stop(verdict.tokens, verdict.accepted + 1, state.remaining, state.limit_reason, eos)
@@ -337,6 +317,24 @@ def decode_round(
             passes=state.passes + running.astype(jnp.int32),
             accepted=verdict.accepted,
         )
+
+
+def _verify(
+    tree: Tree,
+    drafted: Drafted,
+    logits: jax.Array,
+    sampling: Sampling,
+    noise: jax.Array | None,
+    depth: int,
+    structure: Structure,
+) -> Verdict:
+    if noise is None:
+        return verify_greedy(tree, logits, depth)
+    probabilities = target_distribution(logits, sampling, filters=structure.filters)
+    # Node of depth d decides position lengths + d, whose uniforms are at d - 1; the root decides nothing.
+    rows = jnp.arange(tree.tokens.shape[0])[:, None]
+    accept = noise[2 + drafted.ranks, rows, jnp.maximum(tree.depths - 1, 0)]
+    return verify_sampled(tree, probabilities, drafted.distribution, accept, noise[1], depth)
 
 
 @struct.dataclass
@@ -394,3 +392,99 @@ def decode_rounds(
 def admit(state: DecodeState, row: DecodeState, index: jax.Array) -> DecodeState:
     """Put a freshly prefilled row (a state of batch 1) in place of row `index`."""
     return jax.tree.map(lambda whole, one: whole.at[index].set(one[0]), state, row)
+
+
+@struct.dataclass
+class Generated:
+    """What `generate` decided. N is the size of the output.
+
+    Attributes:
+      tokens: [B, N] int32; 0 beyond `count`.
+      logprobs: [B, N] fp32, as `tokens`; zeros unless the structure asks for them.
+      count: [B] int32.
+      reason: [B] int32, STOP, LENGTH or CONTEXT.
+      passes: [B] int32, verification passes.
+      accepted: [B, P] int32, how many rounds, of those that no limit cut, accepted 0, 1, ..., P - 1 drafts.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    count: jax.Array
+    reason: jax.Array
+    passes: jax.Array
+    accepted: jax.Array
+
+
+@partial(jax.jit, static_argnames=("structure", "cache_length", "size"))
+def generate(
+    target: Target,
+    draft: Drafter | None,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    max_new_tokens: jax.Array,
+    sampling: Sampling,
+    eos: jax.Array,
+    *,
+    structure: Structure,
+    cache_length: int,
+    size: int,
+) -> Generated:
+    """A whole generation as one program: prefill, then rounds until every row is done.
+
+    Args:
+      target, draft: as `decode_round`.
+      prompts: [B, T] int32, padded at the end; T is a bucket of the caller's choice.
+      lengths: [B] int32 of the prompts, at least 1, and below the target's context.
+      max_new_tokens: [B] int32, from 1 to `size`.
+      sampling: per-row values.
+      eos: [E] int32, padded with -1.
+      structure: static.
+      cache_length: static, at least the longest prompt + its max_new_tokens + the plan's depth + 1.
+      size: static, N.
+    """
+    batch = prompts.shape[0]
+    room = target.config.context_limit - lengths
+    most = jnp.minimum(max_new_tokens, size)
+    state = empty_state(target, draft, batch=batch, cache_length=cache_length, structure=structure)
+    state = dataclasses.replace(
+        state,
+        remaining=jnp.minimum(most, room),
+        limit_reason=jnp.where(most <= room, LENGTH, CONTEXT),
+        reason=jnp.full((batch,), RUNNING, jnp.int32),
+    )
+    following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
+    state = prefill_chunk(
+        target, draft, state, prompts, following, lengths, lengths - 1, sampling, eos, structure=structure
+    )
+    state = dataclasses.replace(state, remaining=state.remaining - state.count)
+    row = jnp.arange(batch)[:, None]
+    place = jnp.arange(structure.plan.depth + 1, dtype=jnp.int32)[None]
+
+    def write(out: Generated, state: DecodeState) -> Generated:
+        at = jnp.where(place < state.count[:, None], out.count[:, None] + place, size)
+        keep = lambda values, new: values.at[row, at].set(new, mode="drop")
+        return dataclasses.replace(
+            out,
+            tokens=keep(out.tokens, state.tokens),
+            logprobs=keep(out.logprobs, state.logprobs),
+            count=out.count + state.count,
+        )
+
+    def one(carry: tuple[DecodeState, Generated]) -> tuple[DecodeState, Generated]:
+        before, out = carry
+        state = decode_round(target, draft, before, sampling, eos, structure=structure)
+        whole = (state.count == state.accepted + 1).astype(jnp.int32)
+        accepted = out.accepted.at[row[:, 0], state.accepted].add(whole)
+        return state, write(dataclasses.replace(out, accepted=accepted), state)
+
+    zero = jnp.zeros((batch,), jnp.int32)
+    out = Generated(
+        tokens=jnp.zeros((batch, size), jnp.int32),
+        logprobs=jnp.zeros((batch, size), jnp.float32),
+        count=zero,
+        reason=zero,
+        passes=zero,
+        accepted=jnp.zeros((batch, structure.plan.depth + 1), jnp.int32),
+    )
+    state, out = jax.lax.while_loop(lambda carry: (carry[0].reason == RUNNING).any(), one, (state, write(out, state)))
+    return dataclasses.replace(out, reason=state.reason, passes=state.passes)

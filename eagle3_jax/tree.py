@@ -1,8 +1,9 @@
-"""The dynamic draft tree: the draft grows it level by level, then the most promising nodes are kept.
+"""The draft tree: dynamic, grown level by level with the most promising nodes kept, or of a fixed form.
 
 As EAGLE-2 (arXiv:2406.16858, section 4) and the paper's decoding do it: each level expands the k most likely nodes of
 the level before into k children each; a node's score is the draft's log-probability of its whole path; the M - 1 best
-of everything that was expanded are verified. Shapes are fixed, so the whole is one part of a jitted round.
+of everything that was expanded are verified. Shapes are fixed, so the whole is one part of a jitted round. A fixed tree
+(EAGLE, arXiv:2401.15077) always has the same form: each node is the draft's first, second, ... choice after its parent.
 
 Letters: k top_k, W depth, M nodes, C draft vocabulary; P = k + (W - 1) k^2 candidates, numbered level by level, parent
 by parent, best child first ("flat index"). A parent's flat index is below its children's.
@@ -20,8 +21,8 @@ from flax import struct
 
 from eagle3_jax.attention import Segment
 from eagle3_jax.cache import KVCache
+from eagle3_jax.chain import catch_up
 from eagle3_jax.draft import Draft, draft_logits, draft_step
-from eagle3_jax.drafters import catch_up
 from eagle3_jax.errors import InputError
 from eagle3_jax.verify import Tree
 
@@ -46,6 +47,11 @@ class TreeShape:
         return cls(nodes=length + 1, depth=length, top_k=1)
 
     @property
+    def width(self) -> int:
+        """Most nodes of a level that the draft reads."""
+        return self.top_k
+
+    @property
     def candidates(self) -> int:
         """P."""
         return self.top_k + (self.depth - 1) * self.top_k**2
@@ -68,6 +74,73 @@ class TreeShape:
                     remedy="A tree has at most 1 + k + (depth - 1) k^2 nodes, the root included, and k is at most the "
                     "draft's vocabulary.",
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedTree:
+    """A tree of one form.
+
+    Attributes:
+      parents: of the nodes 1, 2, ..., each below its child's number; 0 is the root. Of two siblings the first is the
+        draft's more likely choice.
+    """
+
+    parents: tuple[int, ...]
+
+    @property
+    def nodes(self) -> int:
+        """M, the root among them."""
+        return len(self.parents) + 1
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Of all nodes, 0 at the root."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """W, drafted levels."""
+        return max(self.depths)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of all nodes, their place among their siblings."""
+        return (0, *(self.parents[:index].count(parent) for index, parent in enumerate(self.parents)))
+
+    @property
+    def top_k(self) -> int:
+        """Most children of a node."""
+        return max(self.ranks) + 1
+
+    @property
+    def width(self) -> int:
+        """Most nodes of a level that the draft reads."""
+        depths = [self.depths[node] for node in set(self.parents)]
+        return max(depths.count(depth) for depth in depths)
+
+    def check(self, draft_vocab_size: int) -> None:
+        """Refuse what is no tree.
+
+        Raises:
+          InputError: naming the node.
+        """
+        for index, parent in enumerate(self.parents):
+            if not 0 <= parent <= index:
+                raise InputError(
+                    expected=f"as parent of node {index + 1} a node before it, from 0 (the root) to {index}",
+                    found=str(parent),
+                    remedy="Number nodes so that parents come before their children.",
+                )
+        if not self.parents or self.top_k > draft_vocab_size:
+            raise InputError(
+                expected=f"a tree of at least one node, with at most {draft_vocab_size} children each (the draft's "
+                "vocabulary)",
+                found=f"{self.top_k} children" if self.parents else "no node",
+                remedy="Correct the list of parents.",
+            )
 
 
 @struct.dataclass
@@ -168,7 +241,7 @@ def propose_tree(
     The draft's own keys and values of tree nodes live in this call only: they come from drafted features.
 
     Args:
-      draft, cache, taps, tokens, count: as in `drafters.catch_up`; the last real slot predicts the root's children.
+      draft, cache, taps, tokens, count: as in `chain.catch_up`; the last real slot predicts the root's children.
       root: [B] int32, the last decided token.
       shape: the tree's.
 
@@ -214,3 +287,91 @@ def propose_tree(
         candidates = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *found)
         tree, ranks = select_nodes(candidates, root, shape)
         return tree, ranks, cache
+
+
+def propose_fixed(
+    draft: Draft,
+    cache: KVCache,
+    taps: jax.Array,
+    tokens: jax.Array,
+    count: jax.Array,
+    root: jax.Array,
+    form: FixedTree,
+) -> tuple[Tree, jax.Array, KVCache]:
+    """Catch up, then fill a tree of a fixed form under the root; arguments and result as `propose_tree`."""
+    with jax.named_scope("propose_fixed"):
+        carry, cache = catch_up(draft, cache, taps, tokens, count)
+        batch = tokens.shape[0]
+        carry = jnp.take_along_axis(carry, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        visible = jnp.arange(cache.max_length)[None, None] < cache.lengths[:, None, None]
+        depths, ranks = np.asarray(form.depths), np.asarray(form.ranks)
+        parents = np.asarray((0, *form.parents))
+        above = np.eye(form.nodes, dtype=bool)  # which node is an ancestor, or the node itself
+        for node in range(1, form.nodes):
+            above[node] |= above[parents[node]]
+        read: list[np.ndarray] = []  # the nodes that the draft has read, by level
+        scratch: list[tuple[jax.Array, jax.Array]] = []
+        chosen: list[jax.Array] = [root] + [root] * (form.nodes - 1)
+        inner = np.asarray([0])
+        for level in range(1, form.depth + 1):
+            # `carry` stands at the inner nodes of the level before, whose children are chosen now.
+            nodes = np.flatnonzero(depths == level)
+            _, ids = jax.lax.top_k(draft_logits(draft, carry), int(ranks[nodes].max()) + 1)
+            places = np.searchsorted(inner, parents[nodes])
+            found = jnp.take(draft.vocab.d2t, ids[:, places, ranks[nodes]], mode="clip")
+            for index, node in enumerate(nodes):
+                chosen[node] = found[:, index]
+            if level == form.depth:
+                break
+            following = np.asarray([node for node in nodes if node in form.parents])
+            carry = carry[:, np.searchsorted(inner, parents[following])]
+            inner = following
+            fixed = lambda columns, rows=inner: jnp.broadcast_to(
+                jnp.asarray(above[np.ix_(rows, columns)])[None], (batch, rows.size, columns.size)
+            )
+            over_cache = jnp.broadcast_to(visible, (batch, inner.size, cache.max_length))
+            past = [Segment(cache.keys[0], cache.values[0], over_cache)]
+            past += [Segment(*pair, fixed(columns)) for pair, columns in zip(scratch, read)]
+            positions = jnp.broadcast_to(cache.lengths[:, None] + level - 1, (batch, inner.size))
+            beam = jnp.stack([chosen[node] for node in inner], axis=1)
+            out = draft_step(draft, carry, beam, positions, fixed(inner), past)
+            carry = out.carry
+            scratch.append((out.keys, out.values))
+            read.append(inner)
+        whole = lambda values: jnp.broadcast_to(jnp.asarray(values, jnp.int32)[None], (batch, form.nodes))
+        return Tree(jnp.stack(chosen, axis=1), whole(parents), whole(depths)), whole(ranks), cache
+
+
+def graft(tree: Tree, ranks: jax.Array, tokens: jax.Array) -> tuple[Tree, jax.Array]:
+    """Add a branch from the root to a tree, following the nodes that are there as far as they agree with it.
+
+    Args:
+      tree: M nodes.
+      ranks: [B, M], of its nodes.
+      tokens: [B, L] int32, the branch.
+
+    Returns:
+      The tree and the ranks of M + L nodes. A new node that is not needed is its own parent, so no walk reaches it.
+    """
+    batch, nodes = tree.tokens.shape
+    length = tokens.shape[1]
+    grow = lambda values: jnp.pad(values, ((0, 0), (0, length)))
+    all_tokens = jnp.concatenate([tree.tokens, tokens], axis=1)
+    depths = jnp.concatenate(
+        [tree.depths, jnp.broadcast_to(1 + jnp.arange(length, dtype=jnp.int32)[None], tokens.shape)], axis=1
+    )
+    places = jnp.arange(nodes + length, dtype=jnp.int32)[None]
+    # Until its turn comes a new node is its own parent; so is the root, which is nobody's child.
+    parents = jnp.where(places < nodes, grow(tree.parents), places)
+    ranks = grow(ranks)
+    current = jnp.zeros(batch, jnp.int32)
+    for step in range(length):
+        children = (parents == current[:, None]) & (places != current[:, None])
+        same = children & (all_tokens == tokens[:, step, None])
+        known = same.any(axis=1)
+        there = jnp.argmax(same, axis=1).astype(jnp.int32)
+        new = nodes + step
+        parents = parents.at[:, new].set(jnp.where(known, new, current))
+        ranks = ranks.at[:, new].set(jnp.where(known, 0, children.sum(axis=1).astype(jnp.int32)))
+        current = jnp.where(known, there, new)
+    return Tree(all_tokens, parents, depths), ranks

@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import tiny
+from eagle3_jax.checkpoint import load_draft, load_target
+from eagle3_jax.draft import Draft
+from eagle3_jax.target import Target
+from tests import tiny, tiny_decoding
 
 # Tiny products: a second thread waits more than it works, above all when the cores are shared.
 torch.set_num_threads(1)
@@ -40,3 +43,21 @@ def t0():
 def d0(t0):
     """A tiny random draft for T0."""
     return tiny.draft(t0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Models for the property suite."""
+    parser.addoption("--target", type=Path, help="HuggingFace folder for `-m property`; default: a tiny random model")
+    parser.addoption("--draft", type=Path, help="canonical draft folder for --target")
+
+
+@pytest.fixture(scope="session")
+def models(request: pytest.FixtureRequest) -> tuple[Target, Draft]:
+    """What properties are checked on: the models of the command line, or tiny ones."""
+    folders = [request.config.getoption(name) for name in ("--target", "--draft")]
+    if folders == [None, None]:
+        return tiny_decoding.toy(), tiny_decoding.toy_draft()
+    if None in folders:
+        raise pytest.UsageError("--target and --draft belong together")
+    target = load_target(folders[0])
+    return target, load_draft(folders[1], target)

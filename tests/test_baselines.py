@@ -74,10 +74,7 @@ def test_lookup_is_right_where_text_repeats():
 
 def test_who_cannot_draft_is_refused():
     other = SmallModel(tiny.from_hf(tiny.hf_target(1, **(TOY | {"vocab_size": 60}))))
-    with pytest.raises(InputError, match=r"the target's 64 tokens .*found a vocabulary of 60"):
+    with pytest.raises(InputError, match="the target's vocabulary of 64 tokens; found 60 tokens"):
         answers(toy(), other, REQUESTS[:1], draft_length=2)
-    short = SmallModel(tiny.from_hf(tiny.hf_target(1, **(TOY | {"max_position_embeddings": 16}))))
-    with pytest.raises(InputError, match="found a context of 16 tokens"):
-        answers(toy(), short, [Request((1,) * 10, max_new_tokens=20)], draft_length=2)
     with pytest.raises(InputError, match="an EAGLE-3 draft, which alone grows trees"):
         answers(toy(), Lookup(), REQUESTS[:1], tree=TreeShape(4, 2, 2))

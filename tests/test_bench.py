@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from eagle3_jax.bench import Method, record, render
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import Answer
+from eagle3_jax.report import Method, Run, record, render
 from eagle3_jax.runtime import Runtime
 
 INFO = Runtime(platform="cpu", device="some processor", dtype="float32", precision="highest")
@@ -19,9 +19,13 @@ def answer(tokens: tuple[int, ...], passes: int, seconds: float) -> Answer:
     )  # fmt: skip
 
 
+def run(found: list[Answer]) -> Run:
+    return Run(found, sum(answer.seconds for answer in found))
+
+
 def report(method: Method, answers: list[Answer], plain: list[Answer]) -> tuple[dict, list[str]]:
     entries = [
-        record("t", one, 0.0, found, plain) | dataclasses.asdict(INFO) | {"max_new_tokens": 5}
+        record("t", one, 0.0, run(found), run(plain)) | dataclasses.asdict(INFO) | {"max_new_tokens": 5}
         for one, found in ((Method("plain"), plain), (method, answers))
     ]
     return entries[1], render(entries).splitlines()

@@ -19,6 +19,7 @@ from eagle3_jax import cli, commands, prompts
 from eagle3_jax.checkpoint import load_target, save_draft
 from eagle3_jax.errors import InputError
 from eagle3_jax.training.commands import _answered
+from eagle3_jax.tree import TreeShape
 from tests import tiny, tiny_tokenizers
 
 pytestmark = pytest.mark.smoke
@@ -237,6 +238,9 @@ def test_a_broken_target_is_refused_in_one_paragraph(folders, capsys, tmp_path, 
         (("--prompt", "x", "--draft", "DRAFT", "--tree-nodes", "5"), "no --tree-depth, --tree-top-k"),
         (("--prompt", "x", "--draft", "DRAFT", *TREE, "--draft-length", "3"), "either a chain"),
         (("--prompt", "x", "--draft", "DRAFT", *TREE[:-1], "97"), "tree top-k from 1 to 96; found 97"),
+        (("--prompt", "x", "--draft", "DRAFT", *TREE, "--tree-parents", "0,0"), "either a fixed tree"),
+        (("--prompt", "x", "--draft", "DRAFT", "--tree-parents", "0,5"), "parent of node 2 a node before it"),
+        (("--prompt", "x", "--lookup-nodes", "3"), "an EAGLE-3 draft with --lookup-nodes"),
         (("--prompt", "x", "--logprobs"), "--json with --logprobs"),
         (("--prompt", "x", "--stream", "--json"), "either --stream"),
         (("--prompt", "x", "--stream", "--batch", "2"), "one row at a time"),
@@ -263,6 +267,8 @@ def test_bad_arguments_are_refused(folders, capsys, arguments, words):
         ({"--limit": "0"}, "--limit: 0, which must be at least 1"),
         ({"--tasks": "t=FILE t=FILE"}, "--tasks NAME=PATH, each name once"),
         ({"--methods": "plain,magic"}, "--methods"),
+        ({"--batch": "2,2"}, "every value of --batch once"),
+        ({"--sweep": "", "--draft-length": "3"}, "either --sweep"),
         ({"--out": "FILE"}, "a folder as --out"),
     ],
 )
@@ -278,9 +284,7 @@ def test_a_bench_that_cannot_be_meant_is_refused_before_anything_is_loaded(
         "--out": str(tmp_path / "out"),
     }
     arguments = [
-        part
-        for name, value in (given | changes).items()
-        for part in (name, *value.replace("FILE", str(file)).split(" "))
+        part for name, value in (given | changes).items() for part in (name, *value.replace("FILE", str(file)).split())
     ]
     code, out, notes = run(capsys, "bench", *arguments)
     assert (code, out) == (2, "")
@@ -477,6 +481,31 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
     assert [record["modelled_speedup"] is None for record in records] == [True, True, False, False, False, *[True] * 4]
     assert "| method |" in (bench / "report.md").read_text()
     assert "identical" in out
+
+
+def test_a_sweep_names_the_fastest_setting_and_batches_are_compared(folders, capsys, tmp_path, monkeypatch):
+    target, draft = folders
+    monkeypatch.setattr("eagle3_jax.bench.SWEEP", (TreeShape.chain(1), TreeShape(5, 2, 2)))
+    asked = write_jsonl(tmp_path / "asked.jsonl", [{"prompt": text} for text in ("one two", "b", "c d e")])
+    code, out, notes = run(
+        capsys, "bench", "--target", target, "--draft", f"d={draft}", "--tasks", f"t={asked}", "--methods",
+        "plain,hf,eagle3,lookup", "--sweep", "--batch", "1,2", "--max-new-tokens", 12, "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert code == 0, notes
+    records = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [(record["batch"], record["method"]) for record in records] == [
+        (1, "plain"), (1, "hf"), (1, "eagle3"), (1, "eagle3"), (1, "lookup"),
+        (2, "plain"), (2, "eagle3"), (2, "eagle3"), (2, "lookup"),
+    ]  # fmt: skip
+    assert all(record["identical_to_plain"] == 1.0 for record in records)
+    # Rows do not know of each other.
+    assert [record["tau"] for record in records[2:5]] == [record["tau"] for record in records[6:]]
+    assert [record["new_tokens"] for record in records] == [records[0]["new_tokens"]] * 9
+    assert "## Temperature 0, 2 prompts at a time" in out
+    assert out.count("Best of 2 settings of d: eagle3 d ") == 2
+    table = out.split("throughput by batch")[1]
+    assert "| method | batch 1: tok/s, speedup, tau | batch 2: tok/s, speedup, tau |" in table
+    assert len([line for line in table.splitlines() if line.startswith("| eagle3 d ")]) == 2
 
 
 def test_answers_written_before_are_known_and_nothing_of_them_is_lost(tmp_path):

@@ -114,7 +114,7 @@ def test_a_draft_that_is_often_right_does_not_change_the_text(
 def last_logits(target: Target, tokens: Sequence[int], width: int, at: int) -> np.ndarray:
     """Logits after `tokens`, whose last one stands at place `at` of a block of `width` over the cache of the others."""
     start = len(tokens) - 1 - at
-    structure = Structure(draft_length=0)
+    structure = Structure()
     state = engine.prefill(
         target, None, Request(tuple(tokens[:start])), engine.pad_eos([]), structure=structure, cache_length=128
     )

@@ -13,6 +13,7 @@ import pytest
 
 from eagle3_jax.baselines import Lookup, SmallModel
 from eagle3_jax.cache import KVCache
+from eagle3_jax.drafters import Mixed, Plan
 from eagle3_jax.engine import Request, pad_eos, prefill, sampling_of
 from eagle3_jax.generate import (
     CONTEXT,
@@ -25,7 +26,7 @@ from eagle3_jax.generate import (
 )
 from eagle3_jax.metrics import tau
 from eagle3_jax.target import Target
-from eagle3_jax.tree import TreeShape
+from eagle3_jax.tree import FixedTree, TreeShape
 from tests import tiny
 from tests.tiny_decoding import (
     NO_EOS,
@@ -231,18 +232,20 @@ def test_the_state_is_consumed_in_place() -> None:
 SAMPLES, CHUNK = 20_000, 5_000
 TOY_PROMPT = (3, 1, 4, 1)
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {"draft_length": 0},
-    "chain": {"draft_length": 3},
-    "chain, bf16 draft, T=0.7": {"draft_length": 3, "temperature": 0.7, "bf16": True},
-    "chain, all in bf16, T=0.7": {"draft_length": 3, "temperature": 0.7, "bf16": True, "bf16_target": True},
-    "chain, filters": {"draft_length": 3, "top_k": 6, "top_p": 0.8},
-    "oracle": {"draft_length": 3, "oracle": True},
-    "small model": {"draft_length": 3, "drafter": "small"},
-    "lookup": {"draft_length": 3, "drafter": "lookup"},
-    "tree": {"draft_length": 3, "tree": TreeShape(8, 3, 3)},
+    "plain": {"plan": Plan(0)},
+    "chain": {"plan": Plan(3)},
+    "chain, bf16 draft, T=0.7": {"plan": Plan(3), "temperature": 0.7, "bf16": True},
+    "chain, all in bf16, T=0.7": {"plan": Plan(3), "temperature": 0.7, "bf16": True, "bf16_target": True},
+    "chain, filters": {"plan": Plan(3), "top_k": 6, "top_p": 0.8},
+    "oracle": {"plan": Plan(3), "oracle": True},
+    "small model": {"plan": Plan(3), "drafter": "small"},
+    "lookup": {"plan": Plan(3), "drafter": "lookup"},
+    "tree": {"plan": Plan(3, TreeShape(8, 3, 3))},
+    "fixed tree": {"plan": Plan(3, FixedTree((0, 0, 0, 1, 1, 2, 4)))},
+    "tree and lookup": {"plan": Plan(2, TreeShape(6, 2, 3), 3), "drafter": "mixed"},
+    "chain and lookup, T=0.7": {"plan": Plan(2, None, 3), "drafter": "mixed", "temperature": 0.7},
     "tree, filters, T=0.7": {
-        "draft_length": 2,
-        "tree": TreeShape(9, 2, 4),
+        "plan": Plan(2, TreeShape(9, 2, 4)),
         "temperature": 0.7,
         "top_k": 6,
         "top_p": 0.9,
@@ -252,10 +255,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def sample_texts(
     target: Target,
-    draft_length: int,
+    plan: Plan,
     seed: int,
     *,
-    tree: TreeShape | None,
     drafter: str,
     bf16: bool,
     use_oracle: bool,
@@ -267,14 +269,16 @@ def sample_texts(
         draft = SmallModel(tiny.from_hf(tiny.hf_target(8, scale=4.0, **(TOY | {"vocab_size": 8}))))
     elif drafter == "lookup":
         draft = Lookup()
-    elif draft_length:
+    elif plan.depth:
         draft = tiny.draft(target, size=5, taps=(0, 1, 3))
         if bf16:
             draft = draft.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), draft.params))
         if use_oracle:
             draft = oracle(draft, TOY_PROMPT, [4, 1, 2, 4])
+        if drafter == "mixed":
+            draft = Mixed(draft, Lookup())
     filters = request.top_k > 0 or request.top_p < 1
-    structure = Structure(draft_length=draft_length, tree=tree, greedy=False, filters=filters)
+    structure = Structure(plan=plan, greedy=False, filters=filters)
     # The prompt's last token is the root, so that rounds decide every token that is counted.
     head = dataclasses.replace(request, tokens=TOY_PROMPT[:-1], max_new_tokens=4)
     one = prefill(target, draft, head, NO_EOS, structure=structure, cache_length=16)
@@ -300,7 +304,7 @@ def sample_texts(
 def check_samples(monkeypatch: pytest.MonkeyPatch, setting: str, seeds: range) -> None:
     install_oracle(monkeypatch)
     options = dict(SETTINGS[setting])
-    draft_length, tree = options.pop("draft_length"), options.pop("tree", None)
+    plan = options.pop("plan")
     drafter = options.pop("drafter", "eagle3")
     bf16, bf16_target, use_oracle = (options.pop(name, False) for name in ("bf16", "bf16_target", "oracle"))
     target = eight_tokens()
@@ -310,9 +314,7 @@ def check_samples(monkeypatch: pytest.MonkeyPatch, setting: str, seeds: range) -
     filters = request.top_k > 0 or request.top_p < 1
     exact = exact_joint(target, TOY_PROMPT, sampling_of([request]), filters=filters)
     for seed in seeds:
-        texts = sample_texts(
-            target, draft_length, seed, tree=tree, drafter=drafter, bf16=bf16, use_oracle=use_oracle, request=request
-        )
+        texts = sample_texts(target, plan, seed, drafter=drafter, bf16=bf16, use_oracle=use_oracle, request=request)
         counts = np.zeros(exact.shape)
         np.add.at(counts, tuple(texts.T), 1)
         assert counts.sum() == SAMPLES

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle3_jax.sampling import Sampling, target_distribution
 from eagle3_jax.verify import Tree, Verdict, chain_tree, verify_greedy, verify_sampled
 
 NODES, SMALL = 8, 4
@@ -235,6 +236,67 @@ def test_sampled_tree_reproduces_the_target_exactly(name: str) -> None:
     for block, share in found.items():
         first[block[0]] += share
     np.testing.assert_allclose(first, np.asarray(masses[0]) / 8, atol=1e-6)
+
+
+def cuts(*places: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+    """Midpoints and lengths of the cells that some places cut [0, 1] into."""
+    edges = np.unique(np.clip(np.concatenate([[0.0, 1.0], *(np.atleast_1d(place) for place in places)]), 0, 1))
+    return (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+
+
+def quantiles(mass: np.ndarray) -> np.ndarray:
+    """Where a draw from an unnormalised distribution changes from one token to the next."""
+    return np.cumsum(mass) / mass.sum() if mass.sum() > 0 else np.zeros(0)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize("dense", [False, True], ids=["tree", "chain"])
+def test_random_distributions_and_candidates_are_reproduced_exactly(filters: dict[str, float], dense: bool) -> None:
+    """Real-valued p and q: the cells end where acceptance and draws change, which fp64 arithmetic says.
+
+    The tree tries random candidates under the root, the chain the tokens that q may draw.
+    """
+    vocab = 5
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        sampling = Sampling(
+            temperature=jnp.asarray([0.7 + seed / 10]), top_k=jnp.asarray([filters.get("top_k", 0)], jnp.int32),
+            top_p=jnp.asarray([filters.get("top_p", 1.0)], jnp.float32), seed=jnp.zeros(1, jnp.uint32),
+        )  # fmt: skip
+        logits = jnp.asarray(rng.normal(0, 2, (1, 4, vocab)), jnp.float32)
+        p = np.asarray(target_distribution(logits, sampling, filters=bool(filters)))
+        root, after = p[0, 0].astype(np.float64), p[0, 1].astype(np.float64)
+        first, second = np.zeros(vocab), np.zeros((vocab, vocab))
+
+        def add(tree: Tree, p: np.ndarray, q: np.ndarray | None, axes: list, weight: float, totals=(first, second)):
+            grids = np.meshgrid(*(middle for middle, _ in axes), indexing="ij")
+            volumes = np.prod(np.meshgrid(*(length for _, length in axes), indexing="ij"), axis=0).ravel() * weight
+            at = np.stack([grid.ravel() for grid in grids], axis=-1).astype(np.float32)
+            accepted, tokens = emitted(tree, p, q, at[:, :-1], at[:, -1], 1)
+            np.add.at(totals[0], tokens[:, 0], volumes)
+            more = accepted == 1
+            np.add.at(totals[1], (tokens[more, 0], tokens[more, 1]), volumes[more])
+
+        if dense:
+            q = rng.dirichlet(np.ones(vocab)).astype(np.float32)
+            rest = np.maximum(root - q, 0)
+            for token in range(vocab):
+                tree = chain_tree(jnp.asarray([[0, token]], jnp.int32))
+                axes = [cuts(root[token] / q[token]), cuts(quantiles(rest), quantiles(after))]
+                add(tree, p[:, :2], np.stack([q, q])[None], axes, float(q[token]))
+            candidates = np.minimum(root, q)
+        else:
+            chosen = rng.permutation(vocab)[:3]
+            left, axes = root.copy(), []
+            for token in chosen:
+                axes.append(cuts(left[token] / left.sum() if left.sum() > 0 else 0.0))
+                left[token] = 0
+            axes.append(cuts(quantiles(left), quantiles(after)))
+            same = np.concatenate([p[:, :1], np.repeat(p[:, 1:2], 3, axis=1)], axis=1)
+            add(tree_of([0, *chosen.tolist()], [0, 0, 0, 0]), same, None, axes, 1.0)
+            candidates = np.where(np.isin(np.arange(vocab), chosen), root, 0)
+        np.testing.assert_allclose(first, root, atol=1e-6)
+        np.testing.assert_allclose(second, candidates[:, None] * after, atol=1e-6)
 
 
 @pytest.mark.parametrize("dense", [False, True])

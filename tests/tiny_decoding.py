@@ -17,8 +17,9 @@ from scipy.stats import chi2
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from eagle3_jax import drafters, generate
+from eagle3_jax import chain, drafters, generate
 from eagle3_jax.draft import Draft
+from eagle3_jax.drafters import Plan
 from eagle3_jax.engine import Answer, Request, decode, pad_eos, prefill, sampling_of, structure_for
 from eagle3_jax.generate import DecodeState, Structure, decode_round
 from eagle3_jax.sampling import Sampling, target_distribution
@@ -92,19 +93,19 @@ def install_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def propose(draft, cache, taps, tokens, count, length, temperature, uniforms):
         if not isinstance(draft, Oracle):
-            return drafters.propose_chain(draft, cache, taps, tokens, count, length, temperature, uniforms)
-        _, cache = drafters.catch_up(draft, cache, taps, tokens, count)
+            return chain.propose_chain(draft, cache, taps, tokens, count, length, temperature, uniforms)
+        _, cache = chain.catch_up(draft, cache, taps, tokens, count)
         positions = cache.lengths[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
-        return drafters.Proposal(tokens=jnp.take(draft.said, positions, mode="clip"), distribution=None, cache=cache)
+        return chain.Proposal(tokens=jnp.take(draft.said, positions, mode="clip"), distribution=None, cache=cache)
 
-    monkeypatch.setattr(generate, "propose_chain", propose)
+    monkeypatch.setattr(drafters, "propose_chain", propose)
 
 
 def start(
     target: Target, draft: Draft | None, request: Request, draft_length: int, *, cache_length: int = 128, eos: Any = ()
 ) -> tuple[DecodeState, Structure, Sampling]:
     """A prefilled row with its structure and sampling values."""
-    structure = structure_for([request], draft_length)
+    structure = structure_for([request], Plan(draft_length))
     state = prefill(target, draft, request, pad_eos(eos), structure=structure, cache_length=cache_length)
     return state, structure, sampling_of([request])
 
