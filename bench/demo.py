@@ -16,10 +16,11 @@ from pathlib import Path
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_draft, load_target
 from eagle3_jax.draft import Draft
-from eagle3_jax.engine import Answer, Request, decode
+from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import tau, tokens_per_second
 from eagle3_jax.prompts import encode_prompt
+from eagle3_jax.requests import Answer, Request
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import TextStream, eos_ids, load_tokenizer
 

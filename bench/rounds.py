@@ -28,10 +28,11 @@ from eagle3_jax import runtime
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.drafters import Plan
-from eagle3_jax.engine import Request, pad_eos, prefill, sampling_of
+from eagle3_jax.engine import pad_eos, prefill
 from eagle3_jax.errors import InputError
 from eagle3_jax.generate import DecodeState, Structure, decode_round, decode_rounds
 from eagle3_jax.params import is_spec
+from eagle3_jax.requests import Request, sampling_of
 from eagle3_jax.target import Target, target_specs
 from eagle3_jax.tree import TreeShape
 from eagle3_jax.vocab import vocab_from_ids

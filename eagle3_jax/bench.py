@@ -18,9 +18,10 @@ from typing import Any
 from eagle3_jax.checkpoint import replace_file
 from eagle3_jax.costs import Costs, measure_costs
 from eagle3_jax.draft import Draft
-from eagle3_jax.engine import Answer, Request, cache_length_for, decode, prefill_buckets
+from eagle3_jax.engine import decode, prefill_buckets
 from eagle3_jax.errors import InputError
 from eagle3_jax.report import Method, Run, record, render
+from eagle3_jax.requests import Answer, Request, cache_length_for
 from eagle3_jax.runtime import Runtime
 from eagle3_jax.target import Target
 from eagle3_jax.tree import TreeShape

@@ -17,11 +17,12 @@ from eagle3_jax.baselines import Lookup, SmallModel
 from eagle3_jax.checkpoint import load_draft, load_target, read_config, read_target_config
 from eagle3_jax.draft import Draft
 from eagle3_jax.drafters import Drafter, Mixed
-from eagle3_jax.engine import Answer, Request, check_request, decode, plan_for, warn_beyond
+from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import tau
 from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl
 from eagle3_jax.report import Method, render
+from eagle3_jax.requests import Answer, Request, check_request, plan_for, warn_beyond
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import TextStream, check_stops, eos_ids, load_tokenizer
 from eagle3_jax.tokenizer import decode as decode_text

@@ -6,8 +6,8 @@ round decides, and looks for stop strings, which only text can show.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -16,11 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.baselines import SmallModel
-from eagle3_jax.cache import cache_bucket
-from eagle3_jax.config import TargetConfig
-from eagle3_jax.draft import Draft
-from eagle3_jax.drafters import Drafter, Mixed, Plan, reach_of
+from eagle3_jax.drafters import Drafter
 from eagle3_jax.errors import InputError
 from eagle3_jax.generate import (
     CONTEXT,
@@ -37,152 +33,22 @@ from eagle3_jax.generate import (
     empty_state,
     prefill_chunk,
 )
-from eagle3_jax.sampling import Sampling
+from eagle3_jax.requests import (
+    Answer,
+    Event,
+    Request,
+    cache_length_for,
+    check_request,
+    plan_for,
+    sampling_of,
+    structure_for,
+)
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import check_stops, find_stop
 from eagle3_jax.tree import FixedTree, TreeShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt and how to answer it.
-
-    Attributes:
-      tokens: the prompt's ids.
-      max_new_tokens: most tokens decided.
-      temperature: 0 is greedy.
-      top_k: 0 keeps all tokens.
-      top_p: 1 keeps all tokens.
-      seed: of this row's randomness, 0 to 2^32 - 1.
-      stop: strings that end the answer.
-    """
-
-    tokens: tuple[int, ...]
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What a request got.
-
-    Attributes:
-      index: the request's place in the list.
-      token_ids: the tokens decided, an end-of-sequence token included.
-      finish_reason: stop, length or context.
-      prompt_tokens: length of the prompt.
-      verification_passes: passes of the target after prefill.
-      accepted: drafts accepted in each round that no stop or limit cut short.
-      logprobs: of `token_ids`; empty unless asked for.
-      seconds: from admission to the last token.
-      first_token_seconds: from admission to the first.
-      stopped_text: the text before a stop string, if one ended the answer.
-    """
-
-    index: int
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    prompt_tokens: int
-    verification_passes: int
-    accepted: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    seconds: float
-    first_token_seconds: float
-    stopped_text: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """Tokens just decided for a request; `answer` is set with the last of them."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    answer: Answer | None = None
-
-
-def check_request(request: Request, config: TargetConfig, where: str) -> None:
-    """Refuse a request that cannot be answered; `where` names it in messages.
-
-    Raises:
-      InputError: an empty prompt, a prompt that leaves no room in the context, an id outside the vocabulary, or a
-        sampling value out of range.
-    """
-    length, limit = len(request.tokens), config.context_limit
-    if not length:
-        raise InputError(expected=f"at least one token in {where}", found="an empty prompt", remedy="Give some text.")
-    if length >= limit:
-        raise InputError(
-            expected=f"{where} to leave room for an answer in the target's context of {limit} tokens",
-            found=f"{length} tokens",
-            remedy="Shorten the prompt.",
-        )
-    if min(request.tokens) < 0 or max(request.tokens) >= config.vocab_size:
-        raise InputError(
-            expected=f"token ids from 0 to {config.vocab_size - 1} in {where}",
-            found=f"{max(request.tokens)}" if min(request.tokens) >= 0 else f"{min(request.tokens)}",
-            remedy="The tokenizer is not this target's.",
-        )
-    for name, holds, rule in (
-        ("max_new_tokens", request.max_new_tokens >= 1, "at least 1"),
-        # Logits divided by less, or by infinity, leave the range of fp32.
-        (
-            "temperature",
-            request.temperature == 0 or 1e-4 <= request.temperature <= 1e4,
-            "0 (greedy) or from 0.0001 to 10000",
-        ),
-        ("top_k", 0 <= request.top_k < 2**31, "from 0 (all tokens) to 2147483647"),
-        ("top_p", 0 < request.top_p <= 1, "above 0 and at most 1"),
-        ("seed", 0 <= request.seed < 2**32, "from 0 to 4294967295"),
-    ):
-        if not holds:
-            raise InputError(expected=f"{name} {rule}", found=str(getattr(request, name)), remedy="Correct the value.")
-
-
-def structure_for(requests: Sequence[Request], plan: Plan, *, logprobs: bool = False) -> Structure:
-    """The one structure that serves all requests.
-
-    Raises:
-      InputError: greedy and sampled requests mixed.
-    """
-    greedy = {request.temperature == 0 for request in requests}
-    if len(greedy) > 1:
-        raise InputError(
-            expected="requests that are all greedy (temperature 0) or all sampled",
-            found="both",
-            remedy="Decode them in two calls.",
-        )
-    sampled = not greedy.pop()
-    filters = sampled and any(request.top_k > 0 or request.top_p < 1 for request in requests)
-    return Structure(plan=plan, greedy=not sampled, filters=filters, logprobs=logprobs)
-
-
-def sampling_of(requests: Sequence[Request]) -> Sampling:
-    """Per-row sampling values; a greedy row's temperature is 1, which nothing reads."""
-    column = lambda values, dtype: jnp.asarray(np.asarray(list(values), dtype))
-    return Sampling(
-        temperature=column((request.temperature or 1.0 for request in requests), np.float32),
-        top_k=column((request.top_k for request in requests), np.int32),
-        top_p=column((request.top_p for request in requests), np.float32),
-        seed=column((request.seed for request in requests), np.uint32),
-    )
-
-
-def cache_length_for(requests: Sequence[Request], config: TargetConfig, depth: int) -> int:
-    """The cache bucket that holds every request's prompt, answer and one round's tokens, `depth` + 1."""
-    block = depth + 1
-    needed = max(
-        min(len(request.tokens) + request.max_new_tokens, config.context_limit) + block for request in requests
-    )
-    return cache_bucket(needed, config.context_limit + block)
 
 
 def prefill_buckets(length: int) -> list[int]:
@@ -234,92 +100,6 @@ def prefill(
     return dataclasses.replace(state, remaining=state.remaining - state.count)
 
 
-def plan_for(
-    target: TargetConfig,
-    draft: Drafter | None,
-    *,
-    draft_length: int = 0,
-    tree: TreeShape | FixedTree | None = None,
-    lookup_nodes: int = 0,
-) -> Plan:
-    """What a drafter is to propose in each round.
-
-    Args:
-      target: the model's description.
-      draft: the drafter.
-      draft_length: W of a chain; 0 with a tree, or without a drafter.
-      tree: instead of a chain; of an EAGLE-3 draft only.
-      lookup_nodes: nodes of the lookup branch; with `Mixed` only.
-
-    Raises:
-      InputError: a combination that cannot be, or a drafter for another vocabulary.
-    """
-    own = draft.draft if isinstance(draft, Mixed) else draft
-    for name, value in (("draft_length", draft_length), ("lookup_nodes", lookup_nodes)):
-        if value < 0:
-            raise InputError(expected=f"{name} of at least 0", found=str(value), remedy="Correct the value.")
-    if tree is not None:
-        if draft_length:
-            raise InputError(
-                expected="a chain or a tree",
-                found=f"draft_length {draft_length} and a tree",
-                remedy="Pass one of them.",
-            )
-        if own is not None and not isinstance(own, Draft):
-            raise InputError(
-                expected="an EAGLE-3 draft, which alone grows trees",
-                found=f"a {type(own).__name__}",
-                remedy="Draft a chain.",
-            )
-        tree.check(target.vocab_size if own is None else own.config.draft_vocab_size)
-        draft_length = tree.depth
-    plan = Plan(draft_length=draft_length, tree=tree, lookup_nodes=lookup_nodes)
-    if plan.depth >= target.context_limit:
-        raise InputError(
-            expected=f"a draft_length below the target's context of {target.context_limit} tokens",
-            found=str(plan.depth),
-            remedy="Chains of 2 to 8 drafts are usual.",
-        )
-    if (draft_length > 0) != (draft is not None):
-        raise InputError(
-            expected="a draft exactly when draft_length is above 0 or a tree is given",
-            found=f"draft_length {draft_length} {'with' if draft is not None else 'without'} a draft",
-            remedy="Pass both or neither.",
-        )
-    if (lookup_nodes > 0) != isinstance(draft, Mixed):
-        raise InputError(
-            expected="lookup_nodes above 0 exactly for a draft mixed with lookup",
-            found=f"lookup_nodes {lookup_nodes} and {'no draft' if draft is None else f'a {type(draft).__name__}'}",
-            remedy="Pass Mixed(draft, Lookup()) and its number of nodes, or neither.",
-        )
-    if isinstance(draft, SmallModel) and draft.model.config.vocab_size != target.vocab_size:
-        raise InputError(
-            expected=f"a drafting model with the target's vocabulary of {target.vocab_size} tokens",
-            found=f"{draft.model.config.vocab_size} tokens",
-            remedy="Take a smaller model of the target's own family.",
-        )
-    return plan
-
-
-def warn_beyond(draft: Drafter | None, requests: Sequence[Request], config: TargetConfig) -> None:
-    """Say once that texts may grow longer than what the drafter was made for, or trained on."""
-    reach = reach_of(draft)
-    own = draft.draft if isinstance(draft, Mixed) else draft
-    trained = own.config.trained_length if isinstance(own, Draft) else None
-    longest = max((len(request.tokens) + request.max_new_tokens for request in requests), default=0)
-    longest = min(longest, config.context_limit)
-    if reach is not None and longest > reach:
-        logger.warning(
-            "up to %d tokens of prompt and answer, but the draft was made for %d: the text stays right; beyond them it "
-            "is decoded in plain steps", longest, reach,
-        )  # fmt: skip
-    elif trained is not None and longest > trained:
-        logger.warning(
-            "up to %d tokens of prompt and answer, but the draft was trained on %d: the text stays right, but fewer "
-            "drafts may be accepted beyond them", longest, trained,
-        )  # fmt: skip
-
-
 @dataclasses.dataclass
 class _Row:
     """The host's record of a request that is being answered."""
@@ -332,6 +112,7 @@ class _Row:
     accepted: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     passes: int = 0
+    done: bool = False
 
 
 def pad_eos(eos: Sequence[int]) -> jax.Array:
@@ -350,6 +131,7 @@ def decode(
     lookup_nodes: int = 0,
     batch: int = 1,
     rounds: int | None = None,
+    ahead: int | None = None,
     eos: Sequence[int] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     logprobs: bool = False,
@@ -364,8 +146,10 @@ def decode(
       tree: draft a tree instead.
       lookup_nodes: nodes that lookup fills, beside the draft's own; with a `Mixed` drafter only.
       batch: rows decoded together.
-      rounds: most rounds between two looks of the host, which streams, ends rows at stop strings and lets waiting
-        requests in; None is 1 on a CPU, where a look costs nothing, and 8 elsewhere.
+      rounds: most rounds of one call, between two looks of the host, which streams, ends rows at stop strings and lets
+        waiting requests in; None is 1 on a CPU, where a look costs nothing, and 8 elsewhere.
+      ahead: calls that are under way before the host reads what an earlier one decided, so that the device never waits
+        for it; None is 0 on a CPU, and 1 elsewhere.
       eos: end-of-sequence ids; empty ignores them.
       tokenizer: needed for stop strings.
       logprobs: also return the target's log-probabilities.
@@ -386,15 +170,15 @@ def decode(
             )
         if tokenizer is not None:
             check_stops(tokenizer, request.stop)
-    if rounds is None:
-        rounds = 1 if jax.default_backend() == "cpu" else 8
-    for name, value in (("batch", batch), ("rounds", rounds)):
-        if value < 1:
-            raise InputError(expected=f"{name} of at least 1", found=str(value), remedy="Correct the value.")
+    on_host = jax.default_backend() == "cpu"
+    rounds = (1 if on_host else 8) if rounds is None else rounds
+    ahead = (0 if on_host else 1) if ahead is None else ahead
+    for name, value, least in (("batch", batch, 1), ("rounds", rounds, 1), ("ahead", ahead, 0)):
+        if value < least:
+            raise InputError(expected=f"{name} of at least {least}", found=str(value), remedy="Correct the value.")
     plan = plan_for(target.config, draft, draft_length=draft_length, tree=tree, lookup_nodes=lookup_nodes)
     if not requests:
         return
-    warn_beyond(draft, requests, target.config)
     structure = structure_for(requests, plan, logprobs=logprobs)
     cache_length = cache_length_for(requests, target.config, plan.depth)
     batch = min(batch, len(requests))
@@ -408,6 +192,7 @@ def decode(
     # Rows start out free; their sampling values are placeholders until a request takes them.
     held = [requests[0]] * batch
     sampling = sampling_of(held)
+    under_way: collections.deque[tuple[Rounds, list[_Row | None]]] = collections.deque()
     while waiting or any(rows):
         for place in range(batch):
             while rows[place] is None and waiting:
@@ -425,17 +210,24 @@ def decode(
         if state is None or not any(rows):
             continue
         state, decided = decode_rounds(target, draft, state, sampling, ends, structure=structure, rounds=rounds)
+        under_way.append((decided, list(rows)))
+        if len(under_way) <= ahead:
+            continue
         stopped = np.zeros(batch, bool)
+        decided, asked = under_way.popleft()
         for each in _each_round(decided):
-            for place, row in enumerate(rows):
-                if row is not None:
-                    row.passes += 1
-                    event = _collect(row, each, place, tokenizer, logprobs)
-                    if event.answer is not None:
-                        rows[place] = None
-                        # A row ended by a stop string is still running as far as the device knows.
-                        stopped[place] = each.reason[place] == RUNNING
-                    yield event
+            for place, row in enumerate(asked):
+                # Calls that were under way when a row ended know nothing of it.
+                if row is None or row.done:
+                    continue
+                row.passes += 1
+                event = _collect(row, each, place, tokenizer, logprobs)
+                if event.answer is not None:
+                    row.done = True
+                    rows[place] = None
+                    # A row ended by a stop string is still running as far as the device knows.
+                    stopped[place] = each.reason[place] == RUNNING
+                yield event
         if stopped.any():
             state = dataclasses.replace(state, reason=jnp.where(jnp.asarray(stopped), LENGTH, state.reason))
 

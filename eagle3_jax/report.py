@@ -11,8 +11,8 @@ from typing import Any
 
 from eagle3_jax.costs import Costs
 from eagle3_jax.drafters import Drafter
-from eagle3_jax.engine import Answer
 from eagle3_jax.metrics import conditional_n_alpha, ratio, tau, tokens_per_second
+from eagle3_jax.requests import Answer
 from eagle3_jax.tree import FixedTree, TreeShape
 
 

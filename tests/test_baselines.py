@@ -8,9 +8,9 @@ import pytest
 
 from eagle3_jax.baselines import Lookup, SmallModel, propose_lookup
 from eagle3_jax.cache import History
-from eagle3_jax.engine import Request
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import tau
+from eagle3_jax.requests import Request
 from eagle3_jax.tree import TreeShape
 from tests import tiny
 from tests.tiny_decoding import TOY, answers, prompts, toy

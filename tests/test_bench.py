@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from eagle3_jax.draft import Draft
-from eagle3_jax.engine import Answer
 from eagle3_jax.report import Method, Run, record, render
+from eagle3_jax.requests import Answer
 from eagle3_jax.runtime import Runtime
 
 INFO = Runtime(platform="cpu", device="some processor", dtype="float32", precision="highest")

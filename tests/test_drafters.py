@@ -15,9 +15,10 @@ from eagle3_jax import chain
 from eagle3_jax.baselines import Lookup, SmallModel
 from eagle3_jax.draft import Draft, draft_logits
 from eagle3_jax.drafters import Mixed, Plan, propose
-from eagle3_jax.engine import Request, plan_for, prefill, warn_beyond
+from eagle3_jax.engine import prefill
 from eagle3_jax.errors import InputError
 from eagle3_jax.generate import Structure
+from eagle3_jax.requests import Request, plan_for, warn_beyond
 from eagle3_jax.tree import FixedTree, TreeShape, graft
 from eagle3_jax.verify import verify_greedy
 from tests.test_tree import random_tree

@@ -20,10 +20,10 @@ from transformers import LlamaForCausalLM
 from eagle3_jax import engine
 from eagle3_jax.attention import causal_mask
 from eagle3_jax.draft import Draft
-from eagle3_jax.engine import Request
 from eagle3_jax.errors import InputError
 from eagle3_jax.generate import Structure, admit, decode_rounds, prefill_chunk
 from eagle3_jax.metrics import tau
+from eagle3_jax.requests import Request
 from eagle3_jax.sampling import target_distribution
 from eagle3_jax.target import Target, target_forward, target_logits
 from eagle3_jax.tree import TreeShape
@@ -99,6 +99,15 @@ def test_no_draft_changes_the_text_large(t0: Target, lossless_case, width: int, 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("shape", [TreeShape(8, 3, 3), TreeShape(24, 6, 4), TreeShape(60, 8, 10)], ids=str)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("name", BAD)
+def test_no_tree_changes_the_text_large(t0: Target, lossless_case, shape: TreeShape, batch: int, name: str) -> None:
+    requests, plain = lossless_case(50, 128)
+    assert texts(t0, tiny.bad_drafts(t0)[name], requests, tree=shape, batch=batch) == plain
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_draft_that_is_often_right_does_not_change_the_text(
     t0: Target, lossless_case, monkeypatch: pytest.MonkeyPatch, width: int
@@ -167,6 +176,7 @@ def test_rows_alone_equal_rows_in_a_batch(width: int) -> None:
     assert rows(requests[::-1], batch=4) == alone[::-1]
     # Nor on how many rounds run before the host looks.
     assert rows(requests, batch=4, rounds=5) == alone
+    assert rows(requests, batch=4, rounds=2, ahead=2) == alone
     # A row without filters does not see that another row has some.
     mixed = [
         dataclasses.replace(request, top_k=4, top_p=0.9) if n % 2 else request for n, request in enumerate(requests)
@@ -284,8 +294,8 @@ def test_a_hundred_random_stops_count_what_they_return(monkeypatch: pytest.Monke
         request = Request(cases[which], max_new_tokens=int(rng.integers(1, 25)), stop=tuple(stops))
         draft = oracle(toy_draft(), cases[which], said)
         (answer,) = answers(
-            toy(), draft, [request], draft_length=5, rounds=1 + 2 * (number % 2), eos=eos, tokenizer=tokenizer,
-            logprobs=True,
+            toy(), draft, [request], draft_length=5, rounds=1 + 2 * (number % 2), ahead=number // 2 % 3, eos=eos,
+            tokenizer=tokenizer, logprobs=True,
         )  # fmt: skip
         ids, reason, before = cut_by_hand(text, request, eos)
         assert answer.token_ids == ids
@@ -300,7 +310,8 @@ def test_a_hundred_random_stops_count_what_they_return(monkeypatch: pytest.Monke
         assert (tau([len(ids)], [answer.verification_passes]) or 1) <= 6
 
 
-def test_rows_that_end_make_room_for_those_that_wait() -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rows_that_end_make_room_for_those_that_wait(ahead: int) -> None:
     tokenizer = pair_tokenizer()
     requests = greedy_requests(9, 24, vocab=64, seed=4)
     plain = texts(toy(), None, requests, batch=1)
@@ -311,7 +322,7 @@ def test_rows_that_end_make_room_for_those_that_wait() -> None:
         else dataclasses.replace(request, max_new_tokens=n + 1)
         for n, (request, text) in enumerate(zip(requests, plain, strict=True))
     ]
-    found = answers(toy(), toy_draft(), changed, draft_length=3, batch=3, tokenizer=tokenizer)
+    found = answers(toy(), toy_draft(), changed, draft_length=3, batch=3, ahead=ahead, tokenizer=tokenizer)
     assert [answer.index for answer in found] == list(range(9))
     for answer, request, text in zip(found, changed, plain, strict=True):
         assert (answer.token_ids, answer.finish_reason, answer.stopped_text) == cut_by_hand(text, request, ())
@@ -387,7 +398,7 @@ def programs() -> int:
 def test_programs_are_compiled_per_structure_and_not_per_value(monkeypatch: pytest.MonkeyPatch) -> None:
     # Prefill buckets of 8 to 64 and cache buckets of 32 and 96 tokens stand for the real ones.
     monkeypatch.setattr(engine, "PREFILL_BUCKETS", (16, 64))
-    monkeypatch.setattr(engine, "cache_bucket", lambda needed, limit: 32 if needed <= 32 else 96)
+    monkeypatch.setattr("eagle3_jax.requests.cache_bucket", lambda needed, limit: 32 if needed <= 32 else 96)
     requests = [Request((5,) * length, max_new_tokens=4, temperature=1.0) for length in range(1, 41)]
 
     def serve(**changes) -> None:

@@ -14,17 +14,20 @@ import pytest
 from eagle3_jax.baselines import Lookup, SmallModel
 from eagle3_jax.cache import KVCache
 from eagle3_jax.drafters import Mixed, Plan
-from eagle3_jax.engine import Request, pad_eos, prefill, sampling_of
+from eagle3_jax.engine import pad_eos, prefill
 from eagle3_jax.generate import (
     CONTEXT,
     RUNNING,
     STOP,
+    DecodeState,
     Structure,
     decode_round,
     empty_state,
     prefill_chunk,
 )
 from eagle3_jax.metrics import tau
+from eagle3_jax.requests import Request, sampling_of
+from eagle3_jax.sampling import Sampling
 from eagle3_jax.target import Target
 from eagle3_jax.tree import FixedTree, TreeShape
 from tests import tiny
@@ -262,8 +265,12 @@ def sample_texts(
     bf16: bool,
     use_oracle: bool,
     request: Request,
+    batch: int | None,
 ) -> np.ndarray:
-    """[SAMPLES, 3] tokens decided by rounds after TOY_PROMPT, each row with its own seed."""
+    """[SAMPLES, 3] tokens decided by rounds after TOY_PROMPT, each row with its own seed.
+
+    The rows are one large batch, or many states of `batch` rows.
+    """
     draft: Any = None
     if drafter == "small":
         draft = SmallModel(tiny.from_hf(tiny.hf_target(8, scale=4.0, **(TOY | {"vocab_size": 8}))))
@@ -285,6 +292,16 @@ def sample_texts(
     last = jnp.full_like(one.root, TOY_PROMPT[-1])
     one = one.replace(root=last, tokens=one.tokens.at[:, 0].set(last))
     texts = np.full((SAMPLES, 3), -1)
+
+    def advance(state: DecodeState, sampling: Sampling) -> DecodeState:
+        return decode_round(target, draft, state, sampling, NO_EOS, structure=structure)
+
+    def in_batches(state: DecodeState, sampling: Sampling) -> DecodeState:
+        apart = lambda tree: jax.tree.map(lambda leaf: leaf.reshape(-1, batch, *leaf.shape[1:]), tree)
+        after = jax.vmap(advance)(apart(state), apart(sampling))
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), after)
+
+    step = advance if batch is None else jax.jit(in_batches)
     for at in range(0, SAMPLES, CHUNK):
         state = jax.tree.map(lambda value: jnp.repeat(value, CHUNK, axis=0), one)
         sampling = jax.tree.map(lambda value: jnp.repeat(value, CHUNK, axis=0), sampling_of([request]))
@@ -292,7 +309,7 @@ def sample_texts(
         sampling = sampling.replace(seed=jnp.asarray(seeds))
         filled = np.zeros(CHUNK, int)
         while filled.min() < 3:
-            state = decode_round(target, draft, state, sampling, NO_EOS, structure=structure)
+            state = step(state, sampling)
             tokens, count = np.asarray(state.tokens), np.asarray(state.count)
             for place in range(tokens.shape[1]):
                 rows = np.flatnonzero(place < count)
@@ -301,10 +318,10 @@ def sample_texts(
     return texts
 
 
-def check_samples(monkeypatch: pytest.MonkeyPatch, setting: str, seeds: range) -> None:
+def check_samples(monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any], seeds: range) -> None:
     install_oracle(monkeypatch)
-    options = dict(SETTINGS[setting])
-    plan = options.pop("plan")
+    options = dict(setting)
+    plan, batch = options.pop("plan"), options.pop("batch", None)
     drafter = options.pop("drafter", "eagle3")
     bf16, bf16_target, use_oracle = (options.pop(name, False) for name in ("bf16", "bf16_target", "oracle"))
     target = eight_tokens()
@@ -314,7 +331,9 @@ def check_samples(monkeypatch: pytest.MonkeyPatch, setting: str, seeds: range) -
     filters = request.top_k > 0 or request.top_p < 1
     exact = exact_joint(target, TOY_PROMPT, sampling_of([request]), filters=filters)
     for seed in seeds:
-        texts = sample_texts(target, plan, seed, drafter=drafter, bf16=bf16, use_oracle=use_oracle, request=request)
+        texts = sample_texts(
+            target, plan, seed, drafter=drafter, bf16=bf16, use_oracle=use_oracle, request=request, batch=batch
+        )
         counts = np.zeros(exact.shape)
         np.add.at(counts, tuple(texts.T), 1)
         assert counts.sum() == SAMPLES
@@ -323,13 +342,23 @@ def check_samples(monkeypatch: pytest.MonkeyPatch, setting: str, seeds: range) -
 
 @pytest.mark.parametrize("setting", ["chain, all in bf16, T=0.7", "tree"])
 def test_sampled_text_follows_the_target(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    check_samples(monkeypatch, setting, range(1))
+    check_samples(monkeypatch, SETTINGS[setting], range(1))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_sampled_text_follows_the_target_under_every_setting(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    check_samples(monkeypatch, setting, range(5))
+    check_samples(monkeypatch, SETTINGS[setting], range(5))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", [Plan(3), Plan(3, TreeShape(8, 3, 3))], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_sampled_text_follows_the_target_in_batches(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, temperature: float, batch: int
+) -> None:
+    check_samples(monkeypatch, {"plan": plan, "temperature": temperature, "batch": batch}, range(5))
 
 
 def test_the_first_token_follows_the_target() -> None:

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from eagle3_jax.draft import Draft
-from eagle3_jax.engine import Request
 from eagle3_jax.metrics import tau
+from eagle3_jax.requests import Request
 from eagle3_jax.target import Target
 from eagle3_jax.training.loop import label_head
 from eagle3_jax.training.loss import Batch
@@ -25,6 +25,7 @@ from eagle3_jax.training.step import (
     make_train_step,
     target_features,
 )
+from eagle3_jax.tree import FixedTree, TreeShape
 from eagle3_jax.vocab import vocab_from_ids
 from tests import tiny
 from tests.tiny_decoding import answers
@@ -96,3 +97,11 @@ def test_every_draft_is_accepted_in_decoding(overfit: Overfit, width: int) -> No
     passes = -(-(TOKENS - 1) // (width + 1))
     assert answer.verification_passes == passes
     assert tau([TOKENS], [passes]) == (TOKENS - 1) / passes
+
+
+@pytest.mark.parametrize("shape", [TreeShape(8, 3, 3), FixedTree((0, 0, 1, 1, 3))], ids=["dynamic", "fixed"])
+def test_every_tree_holds_the_text(overfit: Overfit, shape: TreeShape | FixedTree) -> None:
+    """The right path is the most likely one at every level, so the deepest node on it is reached."""
+    (answer,) = answers(overfit.target, overfit.draft, [overfit.request], tree=shape)
+    assert answer.token_ids == overfit.text
+    assert set(answer.accepted) == {3}

@@ -23,7 +23,7 @@ from eagle3_jax.baselines import Lookup
 from eagle3_jax.cache import commit, empty_cache
 from eagle3_jax.draft import Draft
 from eagle3_jax.drafters import Mixed
-from eagle3_jax.engine import Request
+from eagle3_jax.requests import Request
 from eagle3_jax.sampling import Sampling, draw, target_distribution
 from eagle3_jax.target import Target
 from eagle3_jax.tree import FixedTree, TreeShape

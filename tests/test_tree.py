@@ -13,14 +13,17 @@ import pytest
 from eagle3_jax import tree as room
 from eagle3_jax.cache import empty_cache
 from eagle3_jax.draft import Draft, DraftOutput
-from eagle3_jax.engine import Request
+from eagle3_jax.drafters import Plan
+from eagle3_jax.engine import prefill
 from eagle3_jax.errors import InputError
+from eagle3_jax.generate import Structure
 from eagle3_jax.metrics import tau
+from eagle3_jax.requests import Request
 from eagle3_jax.target import Target, target_forward, target_logits
 from eagle3_jax.tree import TreeShape, ancestor_mask, propose_tree
 from eagle3_jax.verify import Tree
 from tests import tiny
-from tests.tiny_decoding import answers, prompts, toy, toy_draft
+from tests.tiny_decoding import NO_EOS, answers, prompts, toy, toy_draft
 
 TABLES, STATES = 200, 64
 SHAPES = [TreeShape(4, 3, 1), TreeShape(9, 4, 3), TreeShape(24, 6, 4), TreeShape(60, 8, 10), TreeShape(5, 1, 6)]
@@ -140,6 +143,20 @@ def test_no_tree_changes_the_text(t0: Target, shape: TreeShape, batch: int, name
     plain = [answer.token_ids for answer in answers(t0, None, requests, batch=batch)]
     drafted = answers(t0, tiny.bad_drafts(t0)[name], requests, tree=shape, batch=batch)
     assert [answer.token_ids for answer in drafted] == plain
+
+
+@pytest.mark.parametrize("size", [96, 320])
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_nodes_hold_ids_of_the_target(t0: Target, size: int, top_k: int):
+    """Whatever the draft's vocabulary: what it reads and what is verified are the target's ids, not its own."""
+    draft = tiny.draft(t0, size=size)
+    plan = Plan(3, TreeShape(1 + 2 * top_k, 3, top_k))
+    state = prefill(t0, draft, Request((3, 5, 7)), NO_EOS, structure=Structure(plan=plan), cache_length=128)
+    tree, _, _ = jax.jit(propose_tree, static_argnames=("shape",))(
+        draft, state.draft_cache, state.taps, state.tokens, state.count, state.root, shape=plan.tree
+    )
+    assert set(tree.tokens[0, 1:].tolist()) <= set(np.asarray(draft.vocab.d2t).tolist())
+    assert int(tree.tokens[0, 0]) == int(state.root[0])
 
 
 def test_a_tree_of_one_child_a_level_is_the_greedy_chain():

@@ -14,8 +14,9 @@ import pytest
 from eagle3_jax import generate as room
 from eagle3_jax.baselines import Lookup
 from eagle3_jax.drafters import Mixed, Plan
-from eagle3_jax.engine import Request, cache_length_for, pad_eos, sampling_of, structure_for
+from eagle3_jax.engine import pad_eos
 from eagle3_jax.generate import FINISH_REASONS, generate
+from eagle3_jax.requests import Request, cache_length_for, sampling_of, structure_for
 from eagle3_jax.tree import TreeShape
 from tests.tiny_decoding import answers, prompts, toy, toy_draft
 
@@ -48,8 +49,18 @@ def arguments(requests: Sequence[Request], plan: Plan, *, bucket: int = 32, size
     return traced, static
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        ("plain", 0.0),
+        ("tree and lookup", 0.9),
+        *(
+            pytest.param(name, temperature, marks=pytest.mark.full)
+            for name, temperature in (("plain", 0.9), ("chain", 0.0), ("chain", 0.9), ("tree", 0.0), ("tree", 0.9))
+        ),
+        ("tree and lookup", 0.0),
+    ],
+)
 def test_one_call_is_a_whole_generation(name: str, temperature: float):
     draft, plan, drafting = PLANS[name]
     limits = [1, 40, 23, 64]

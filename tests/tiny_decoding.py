@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from eagle3_jax import chain, drafters, generate
 from eagle3_jax.draft import Draft
 from eagle3_jax.drafters import Plan
-from eagle3_jax.engine import Answer, Request, decode, pad_eos, prefill, sampling_of, structure_for
+from eagle3_jax.engine import decode, pad_eos, prefill
 from eagle3_jax.generate import DecodeState, Structure, decode_round
+from eagle3_jax.requests import Answer, Request, sampling_of, structure_for
 from eagle3_jax.sampling import Sampling, target_distribution
 from eagle3_jax.target import Target, target_forward, target_logits
 from tests import tiny

@@ -18,11 +18,12 @@ import optax
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_draft, load_target, read_target_config, save_draft
 from eagle3_jax.draft import Draft, draft_specs
-from eagle3_jax.engine import Request, check_request, decode
+from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import conditional_n_alpha, joint_n_alpha, tau
 from eagle3_jax.params import abstract_params
 from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl, read_lines
+from eagle3_jax.requests import Request, check_request
 from eagle3_jax.tokenizer import decode as decode_text
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training import loop
