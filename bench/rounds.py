@@ -157,6 +157,14 @@ def main() -> int:
     parser.add_argument("--profile", metavar="DIR", help="write a jax.profiler trace of the one-program runs")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    # A row may not end in the midst of what is timed.
+    most = max(args.rounds * (plan.depth + 1) + plan.depth + 2 for plan in PLANS.values())
+    if args.prompt + most > args.cache:
+        raise InputError(
+            expected=f"--cache of at least {args.prompt + most} for {args.rounds} rounds after {args.prompt} tokens",
+            found=str(args.cache),
+            remedy="Give a longer --cache or fewer --rounds.",
+        )
     info = runtime.start(dtype=args.dtype)
     print(info, file=sys.stderr)
     target, draft = random_models(args.shape, runtime.DTYPES[info.dtype])

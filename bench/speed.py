@@ -11,6 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
+import jax
+
+from bench.rounds import bandwidth
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_draft, load_target
 from eagle3_jax.costs import measure_costs
@@ -34,6 +37,12 @@ def main() -> int:
     target = load_target(Path(args.target), runtime.DTYPES[info.dtype])
     draft = load_draft(Path(args.draft), target)
     costs = measure_costs(target, draft, SHAPES, cache_length=args.cache, repeats=args.repeats)
+    # Of the embedding a step reads one row.
+    read = jax.tree.leaves((target.params.layers, target.params.norm, target.params.lm_head))
+    size = sum(leaf.nbytes for leaf in read)
+    bound = size / bandwidth(size, args.repeats)
+    share = bound / costs.plain
+    print(f"reading {size / 1e6:.0f} MB of weights: {1e3 * bound:.2f} ms; a plain step has {share:.2f} of that speed")
     rows = {"plain": costs.plain}
     rows |= {f"draft step, {nodes} node{'s' * (nodes > 1)}": seconds for nodes, seconds in costs.draft_step.items()}
     rows |= {f"verify({length})": seconds for length, seconds in costs.verify.items()}

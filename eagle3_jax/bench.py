@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from eagle3_jax.checkpoint import replace_file
 from eagle3_jax.costs import Costs, measure_costs
 from eagle3_jax.draft import Draft
@@ -63,6 +66,8 @@ def _ours(target: Target, method: Method, eos: Sequence[int]) -> Runner:
             seen.add(event.index)
             if len(seen) == len(chosen) and rounds >= 3 * batch:
                 break
+        # Calls that are still under way run before this one.
+        jax.block_until_ready(jnp.zeros(()) + 1)
         # An answer that prefill ended has compiled no round.
         if rounds or requests[0].max_new_tokens == 1:
             warm.update(shapes)
@@ -210,7 +215,9 @@ def run_bench(
         method.label: _transformers(target_folder, eos, info) if method.name == "hf" else _ours(target, method, eos)
         for method in methods
     }
-    costs = _costs(target, methods, [tokens for prompts in tasks.values() for tokens in prompts], max_new_tokens)
+    costs: dict[str | None, Costs] = {}
+    if 0 in temperatures and 1 in batches:
+        costs = _costs(target, methods, [tokens for prompts in tasks.values() for tokens in prompts], max_new_tokens)
     records: list[dict[str, Any]] = []
     for temperature, batch in itertools.product(temperatures, batches):
         taking_part = [method for method in methods if batch == 1 or method.name != "hf"]

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 DRAFT_LENGTH = 4  # tokens drafted a round, unless said otherwise
 
-# Below this acceptance, over this many passes, a draft is most likely wired up wrongly.
-DEAD_DRAFT_TAU, DEAD_DRAFT_PASSES = 1.1, 50
+# Below this acceptance, over this many rounds, a draft is most likely wired up wrongly.
+DEAD_DRAFT_ACCEPTED, DEAD_DRAFT_ROUNDS = 0.1, 50
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -47,20 +47,22 @@ def generate(args: argparse.Namespace) -> int:
             remedy="Leave --method out: a draft's kind is read from its config.",
         )
     tree = _tree_shape(args)
-    for given, needed in (
+    chain, lookup = args.draft_length is not None, args.lookup_nodes is not None
+    for given, needed, found in (
         (
-            (args.draft_length is not None or tree is not None) and method == "plain",
+            (chain or tree is not None) and method == "plain",
             "--draft or --method lookup with what is to be drafted",
+            "neither",
         ),
-        (tree is not None and method != "eagle3", "an EAGLE-3 draft with a tree"),
-        (args.lookup_nodes is not None and method != "eagle3", "an EAGLE-3 draft with --lookup-nodes"),
-        (args.draft_length is not None and tree is not None, "either a chain (--draft-length) or a tree"),
-        (args.logprobs and not args.json, "--json with --logprobs"),
-        (args.stream and args.json, "either --stream, which prints text, or --json"),
-        (args.stream and args.batch > 1, "one row at a time with --stream"),
+        (tree is not None and method != "eagle3", "an EAGLE-3 draft with a tree", f"--method {method}"),
+        (lookup and method != "eagle3", "an EAGLE-3 draft with --lookup-nodes", f"--method {method}"),
+        (chain and tree is not None, "either a chain (--draft-length) or a tree", "both"),
+        (args.logprobs and not args.json, "--json with --logprobs", "--logprobs alone"),
+        (args.stream and args.json, "either --stream, which prints text, or --json", "both"),
+        (args.stream and args.batch > 1, "one row at a time with --stream", f"--batch {args.batch}"),
     ):
         if given:
-            raise InputError(expected=needed, found="flags that do not go together", remedy="Leave one of them out.")
+            raise InputError(expected=needed, found=found, remedy="Leave out what does not go together.")
     info = runtime.start(args.device, args.dtype, args.cache_dir)
     print(info, file=sys.stderr)
     folder = Path(args.target)
@@ -93,7 +95,7 @@ def generate(args: argparse.Namespace) -> int:
     }
     plan_for(config, draft, **drafting)
     warn_beyond(draft, requests, config)
-    print("compiling (once per shape; kept for later runs)", file=sys.stderr)
+    print(f"compiling (once per shape; {runtime.kept()})", file=sys.stderr)
     ends = () if args.ignore_eos else eos_ids(folder, tokenizer)
     streams = {index: TextStream(tokenizer, stops) for index in range(len(requests))}
     answers: list[Answer] = []
@@ -183,12 +185,14 @@ def _summary(answers: list[Answer], drafted: bool, seconds: float) -> None:
     pooled = tau(tokens, passes)
     shown = "-" if pooled is None else f"{pooled:.2f}"
     print(f"{sum(tokens)} tokens, {sum(passes)} passes, tau {shown}, {seconds:.1f} s", file=sys.stderr)
-    if drafted and pooled is not None and pooled < DEAD_DRAFT_TAU and sum(passes) >= DEAD_DRAFT_PASSES:
+    # Only rounds that drafted count: beyond what a draft was made for there are none.
+    accepted = [count for answer in answers for count in answer.accepted]
+    if drafted and len(accepted) >= DEAD_DRAFT_ROUNDS and sum(accepted) < DEAD_DRAFT_ACCEPTED * len(accepted):
         logger.warning(
-            "tau %.2f: almost no draft is accepted. Likely causes: the draft was trained for another target; its taps, "
-            "rotary base or norm flags differ from how it was trained; its vocabulary map is not its own; the prompt "
-            "lacks the chat template it was trained with; or it is untrained.",
-            pooled,
+            "%.2f drafts a round accepted: almost none. Likely causes: the draft was trained for another target; its "
+            "taps, rotary base or norm flags differ from how it was trained; its vocabulary map is not its own; the "
+            "prompt lacks the chat template it was trained with; or it is untrained.",
+            sum(accepted) / len(accepted),
         )
 
 
@@ -251,6 +255,12 @@ def bench(args: argparse.Namespace) -> int:
             for temperature in args.temperatures:
                 request = Request(prompts[-1], max_new_tokens=args.max_new_tokens, temperature=temperature)
                 check_request(request, config, where)
+        if len(prompts) < max(args.batch):
+            raise InputError(
+                expected=f"at least as many prompts in {path} as are decoded together, {max(args.batch)}",
+                found=f"{len(prompts)}",
+                remedy="Give a larger --limit, more prompts, or a smaller --batch.",
+            )
         tasks[name] = prompts
     target = load_target(folder, runtime.DTYPES[info.dtype])
     methods = [Method("plain")]

@@ -4,8 +4,9 @@
 
 with all three in units of a plain step; M nodes are verified, W levels drafted from k nodes each. A chain of K drafts
 is M = K + 1, W = K, k = 1. What a measured speedup falls short of this is overhead: the host, and whatever else a round
-does. The model is a little pessimistic, so that a measured speedup may also exceed it: it charges W layers of the draft
-where a round runs W - 1 (the first level comes out of catching up), and every part as a program of its own.
+does. The model is pessimistic, so that a measured speedup may also exceed it: it charges W layers of the draft where a
+round runs W - 1 (the first level comes out of catching up), a fixed tree's widest level at every depth, and every part
+as a program of its own.
 """
 
 from __future__ import annotations

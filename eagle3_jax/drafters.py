@@ -57,11 +57,18 @@ class Plan:
       draft_length: W, tokens or levels drafted a round; 0 is plain decoding.
       tree: a tree of W levels, grown or fixed; None drafts a chain.
       lookup_nodes: nodes of a lookup branch beside what the draft drafts.
+
+    Raises:
+      ValueError: a tree of other than W levels.
     """
 
     draft_length: int = 0
     tree: TreeShape | FixedTree | None = None
     lookup_nodes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tree is not None and self.tree.depth != self.draft_length:
+            raise ValueError(f"a tree of {self.tree.depth} levels in a plan of draft_length {self.draft_length}")
 
     @property
     def depth(self) -> int:
@@ -194,6 +201,10 @@ def propose(
     """
     width = plan.draft_length
     last = (tokens, count)
+    if (plan.lookup_nodes > 0) != isinstance(drafter, Mixed):
+        raise ValueError(
+            f"lookup_nodes {plan.lookup_nodes} with a {type(drafter).__name__}: Mixed alone looks up beside"
+        )
     match drafter, cache:
         case Draft(), KVCache() if plan.tree is not None:
             if isinstance(plan.tree, FixedTree):

@@ -197,6 +197,9 @@ def decode(
         for place in range(batch):
             while rows[place] is None and waiting:
                 index, request = waiting.pop()
+                if state is not None:
+                    # What other rows still compute is no part of this row's time.
+                    jax.block_until_ready(state.count)
                 row = _Row(index, request, time.perf_counter())
                 one = prefill(target, draft, request, ends, structure=structure, cache_length=cache_length)
                 event = _collect(row, _read(one), 0, tokenizer, logprobs)

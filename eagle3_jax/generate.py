@@ -70,7 +70,8 @@ class DecodeState:
       limit_reason: [B] int32, LENGTH or CONTEXT: what running out of `remaining` means for the row.
       reason: [B] int32, RUNNING or why the row is done.
       passes: [B] int32, verification passes so far.
-      accepted: [B] int32, drafts that the last round's verification accepted, before any cut at a stop or limit.
+      accepted: [B] int32, drafts that the last round's verification accepted, before any cut at a stop or limit; -1
+        where the text has outgrown the drafter, which was not asked.
     """
 
     target_cache: KVCache
@@ -315,7 +316,7 @@ def _verify_and_commit(
             limit_reason=state.limit_reason,
             reason=jnp.where(running, reason, state.reason),
             passes=state.passes + running.astype(jnp.int32),
-            accepted=verdict.accepted,
+            accepted=verdict.accepted if within is None else jnp.where(within, verdict.accepted, -1),
         )
 
 
@@ -404,7 +405,7 @@ class Generated:
       count: [B] int32.
       reason: [B] int32, STOP, LENGTH or CONTEXT.
       passes: [B] int32, verification passes.
-      accepted: [B, P] int32, how many rounds, of those that no limit cut, accepted 0, 1, ..., P - 1 drafts.
+      accepted: [B, P] int32, how many rounds, of those that drafted and that no limit cut, accepted 0, 1, ..., P - 1.
     """
 
     tokens: jax.Array
@@ -473,8 +474,8 @@ def generate(
     def one(carry: tuple[DecodeState, Generated]) -> tuple[DecodeState, Generated]:
         before, out = carry
         state = decode_round(target, draft, before, sampling, eos, structure=structure)
-        whole = (state.count == state.accepted + 1).astype(jnp.int32)
-        accepted = out.accepted.at[row[:, 0], state.accepted].add(whole)
+        whole = (state.count > 0) & (state.count == state.accepted + 1)
+        accepted = out.accepted.at[row[:, 0], state.accepted].add(whole.astype(jnp.int32))
         return state, write(dataclasses.replace(out, accepted=accepted), state)
 
     zero = jnp.zeros((batch,), jnp.int32)

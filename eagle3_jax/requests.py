@@ -173,7 +173,7 @@ def plan_for(
       target: the model's description.
       draft: the drafter.
       draft_length: W of a chain; 0 with a tree, or without a drafter.
-      tree: instead of a chain; of an EAGLE-3 draft only.
+      tree: instead of a chain; of an EAGLE-3 draft only. A dynamic tree's M nodes include the lookup branch.
       lookup_nodes: nodes of the lookup branch; with `Mixed` only.
 
     Raises:
@@ -196,6 +196,14 @@ def plan_for(
                 found=f"a {type(own).__name__}",
                 remedy="Draft a chain.",
             )
+        if isinstance(tree, TreeShape) and lookup_nodes:
+            if tree.nodes - lookup_nodes < 2:
+                raise InputError(
+                    expected=f"more tree nodes than the {lookup_nodes} of lookup and the root",
+                    found=str(tree.nodes),
+                    remedy="The nodes of a dynamic tree include those that lookup fills.",
+                )
+            tree = dataclasses.replace(tree, nodes=tree.nodes - lookup_nodes)
         tree.check(target.vocab_size if own is None else own.config.draft_vocab_size)
         draft_length = tree.depth
     plan = Plan(draft_length=draft_length, tree=tree, lookup_nodes=lookup_nodes)
@@ -217,11 +225,14 @@ def plan_for(
             found=f"lookup_nodes {lookup_nodes} and {'no draft' if draft is None else f'a {type(draft).__name__}'}",
             remedy="Pass Mixed(draft, Lookup()) and its number of nodes, or neither.",
         )
-    if isinstance(draft, SmallModel) and draft.model.config.vocab_size != target.vocab_size:
+    vocab = own.model.config.vocab_size if isinstance(own, SmallModel) else None
+    if isinstance(own, Draft):
+        vocab = own.config.vocab_size
+    if vocab is not None and vocab != target.vocab_size:
         raise InputError(
-            expected=f"a drafting model with the target's vocabulary of {target.vocab_size} tokens",
-            found=f"{draft.model.config.vocab_size} tokens",
-            remedy="Take a smaller model of the target's own family.",
+            expected=f"a draft for the target's vocabulary of {target.vocab_size} tokens",
+            found=f"{vocab} tokens",
+            remedy="Take the draft that was trained for this target, or a smaller model of its own family.",
         )
     return plan
 

@@ -136,6 +136,12 @@ def use_compilation_cache(folder: str | None, kind: str, device_kind: str) -> Pa
     return path
 
 
+def kept() -> str:
+    """Where compiled programs are kept, in words."""
+    folder = jax.config.jax_compilation_cache_dir
+    return f"kept in {folder}" if folder else "not kept"
+
+
 def _processor() -> str:
     """The CPU's model name and instruction sets, as Linux gives them; else what Python knows."""
     try:

@@ -18,11 +18,11 @@ from eagle3_jax.drafters import Mixed, Plan, propose
 from eagle3_jax.engine import prefill
 from eagle3_jax.errors import InputError
 from eagle3_jax.generate import Structure
-from eagle3_jax.requests import Request, plan_for, warn_beyond
+from eagle3_jax.requests import Answer, Request, plan_for, warn_beyond
 from eagle3_jax.tree import FixedTree, TreeShape, graft
 from eagle3_jax.verify import verify_greedy
-from tests.test_tree import random_tree
-from tests.tiny_decoding import NO_EOS, answers, install_oracle, oracle, prompts, toy, toy_draft
+from tests import tiny
+from tests.tiny_decoding import NO_EOS, TOY, answers, install_oracle, oracle, prompts, random_tree, toy, toy_draft
 
 FORM = FixedTree((0, 0, 0, 1, 1, 2, 4, 4, 6))
 REQUESTS = [Request(prompt, max_new_tokens=24) for prompt in prompts(5, 64, seed=6)]
@@ -37,42 +37,50 @@ def proposed(plan: Plan, prompt: tuple[int, ...], drafter: Any) -> Any:
     return drafted, state
 
 
-def test_a_fixed_tree_holds_the_drafts_choices_after_each_path():
-    """Every node against the chain that is forced down the path to it."""
-    prompt = prompts(1, 64, seed=8)[0]
-    drafted, state = proposed(Plan(FORM.depth, FORM), prompt, toy_draft())
-    tree = drafted.tree
-    np.testing.assert_array_equal(tree.parents[0], (0, *FORM.parents))
-    np.testing.assert_array_equal(tree.depths[0], FORM.depths)
-    assert FORM.depths == (0, 1, 1, 1, 2, 2, 2, 3, 3, 3)
-    assert FORM.ranks == (0, 0, 1, 2, 0, 1, 0, 0, 1, 0)
-    np.testing.assert_array_equal(drafted.ranks[0], FORM.ranks)
-    assert (FORM.nodes, FORM.depth, FORM.top_k, FORM.width) == (10, 3, 3, 2)
+def choices_after(path: list[int], state: Any) -> list[int]:
+    """The draft's tokens after a forced path, best first."""
     carry, cache = chain.catch_up(toy_draft(), state.draft_cache, state.taps, state.tokens, state.count)
+    out = carry[:, :1]
+    past = [chain.Segment(cache.keys[0], cache.values[0], jnp.arange(128)[None, None] < cache.lengths[:, None, None])]
+    for step, token in enumerate(path):
+        seen, positions = jnp.ones((1, 1, 1), bool), cache.lengths[:, None] + step
+        made = draft_step(toy_draft(), out, jnp.asarray([[token]], jnp.int32), positions, seen, past)
+        past.append(chain.Segment(made.keys, made.values, seen))
+        out = made.carry
+    order = np.argsort(-np.asarray(draft_logits(toy_draft(), out)[0, 0]), kind="stable")
+    return np.asarray(toy_draft().vocab.d2t)[order].tolist()
 
-    def choices(path: list[int]) -> list[int]:
-        """The draft's tokens after a path, best first."""
-        out, past = (
-            carry[:, :1],
-            [chain.Segment(cache.keys[0], cache.values[0], jnp.arange(128)[None, None] < cache.lengths[:, None, None])],
-        )
-        for step, token in enumerate(path):
-            seen = jnp.ones((1, 1, 1), bool)
-            step_out = chain.draft_step(
-                toy_draft(), out, jnp.asarray([[token]], jnp.int32), cache.lengths[:, None] + step, seen, past
-            )
-            past.append(chain.Segment(step_out.keys, step_out.values, seen))
-            out = step_out.carry
-        order = np.argsort(-np.asarray(draft_logits(toy_draft(), out)[0, 0]), kind="stable")
-        return np.asarray(toy_draft().vocab.d2t)[order].tolist()
 
-    tokens = tree.tokens[0].tolist()
-    for node in range(1, FORM.nodes):
-        path, parent = [], (0, *FORM.parents)[node]
+draft_step = jax.jit(chain.draft_step)
+
+
+@pytest.mark.parametrize("shape", [FORM, TreeShape(30, 4, 3)], ids=["fixed", "dynamic"])
+def test_a_tree_holds_the_drafts_choices_after_each_path(shape: FixedTree | TreeShape):
+    """Every node against the chain that is forced down the path to it: masks, positions and features of all levels."""
+    drafted, state = proposed(Plan(shape.depth, shape), prompts(1, 64, seed=8)[0], toy_draft())
+    tokens, parents, ranks = (
+        values[0].tolist() for values in (drafted.tree.tokens, drafted.tree.parents, drafted.ranks)
+    )
+    deepest = 0
+    for node in range(1, shape.nodes):
+        path, parent = [], parents[node]
         while parent:
             path.append(tokens[parent])
-            parent = (0, *FORM.parents)[parent]
-        assert tokens[node] == choices(path[::-1])[FORM.ranks[node]], node
+            parent = parents[parent]
+        assert tokens[node] == choices_after(path[::-1], state)[ranks[node]], node
+        deepest = max(deepest, len(path) + 1)
+        assert drafted.tree.depths[0, node] == len(path) + 1
+    assert deepest == shape.depth
+
+
+def test_a_fixed_trees_form_follows_from_its_parents():
+    drafted, _ = proposed(Plan(FORM.depth, FORM), prompts(1, 64, seed=8)[0], toy_draft())
+    np.testing.assert_array_equal(drafted.tree.parents[0], (0, *FORM.parents))
+    np.testing.assert_array_equal(drafted.tree.depths[0], FORM.depths)
+    np.testing.assert_array_equal(drafted.ranks[0], FORM.ranks)
+    assert FORM.depths == (0, 1, 1, 1, 2, 2, 2, 3, 3, 3)
+    assert FORM.ranks == (0, 0, 1, 2, 0, 1, 0, 0, 1, 0)
+    assert (FORM.nodes, FORM.depth, FORM.top_k, FORM.width) == (10, 3, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,7 @@ def test_a_fixed_tree_holds_the_drafts_choices_after_each_path():
     [
         (toy_draft(), {"tree": FORM}),
         (Mixed(toy_draft(), Lookup()), {"tree": FORM, "lookup_nodes": 2}),
-        (Mixed(toy_draft(), Lookup()), {"tree": TreeShape(8, 3, 3), "lookup_nodes": 5}),
+        (Mixed(toy_draft(), Lookup()), {"tree": TreeShape(13, 3, 3), "lookup_nodes": 5}),
         (Mixed(toy_draft(), Lookup()), {"draft_length": 2, "lookup_nodes": 4}),
     ],
     ids=["fixed", "fixed and lookup", "tree and lookup", "chain and lookup"],
@@ -135,20 +143,21 @@ def test_a_grafted_branch_adds_its_path_and_nothing_else(seed: int):
 
 
 def test_lookup_beside_a_draft_is_accepted_where_the_text_repeats(monkeypatch: pytest.MonkeyPatch):
-    """A draft that is never right, and a text that a stop-gap of lookups continues."""
+    """The draft is never right; all that is accepted was looked up, and as much of it as by lookup alone."""
     install_oracle(monkeypatch)
     prompt = (5, 9, 13) * 4
-    (plain,) = answers(toy(), None, [Request(prompt, max_new_tokens=30)])
-    wrong = oracle(toy_draft(), prompt, [(token + 1) % 64 for token in plain.token_ids])
-    alone = answers(toy(), wrong, [Request(prompt, max_new_tokens=30)], draft_length=1)[0]
-    repeated = [*prompt, *plain.token_ids]
-    both = answers(
-        toy(), Mixed(oracle(toy_draft(), (*repeated,), [64 - 1] * 40), Lookup()),
-        [Request((*repeated, *repeated[:6]), max_new_tokens=20)], draft_length=1, lookup_nodes=4,
-    )[0]  # fmt: skip
+    (plain,) = answers(toy(), None, [Request(prompt, max_new_tokens=20)])
+    # The text stood there before, so lookup finds what follows.
+    request = Request((*prompt, *plain.token_ids, *prompt)[-44:], max_new_tokens=16)
+    (text,) = answers(toy(), None, [request])
+    wrong = oracle(toy_draft(), request.tokens, [(token + 1) % 64 for token in text.token_ids])
+    alone = answers(toy(), wrong, [request], draft_length=1)[0]
+    looked = answers(toy(), Lookup(), [request], draft_length=4)[0]
+    both = answers(toy(), Mixed(wrong, Lookup()), [request], draft_length=1, lookup_nodes=4)[0]
+    assert alone.token_ids == looked.token_ids == both.token_ids == text.token_ids
     assert set(alone.accepted) == {0}
-    looked = answers(toy(), Lookup(), [Request((*repeated, *repeated[:6]), max_new_tokens=20)], draft_length=4)[0]
-    assert sum(both.accepted) >= sum(looked.accepted) > 0
+    assert both.accepted == looked.accepted
+    assert sum(looked.accepted) > 0
 
 
 def short(reach: int) -> Draft:
@@ -156,43 +165,46 @@ def short(reach: int) -> Draft:
     return draft.replace(config=dataclasses.replace(draft.config, max_position_embeddings=reach))
 
 
+def check_reach(prompt: tuple[int, ...], answer: Answer, width: int, reach: int) -> None:
+    """Rounds draft while the last of W drafts lies within reach, and from there on every pass decides one token."""
+    lengths = len(prompt) + np.cumsum([0, *(count + 1 for count in answer.accepted)])
+    assert (lengths[:-1] + width <= reach).all()
+    assert lengths[-1] + width > reach
+    rest = len(answer.token_ids) - 1 - (lengths[-1] - len(prompt))
+    assert answer.verification_passes == len(answer.accepted) + rest
+    assert rest > 5
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafting", [{"draft_length": 3}, {"tree": TreeShape(8, 3, 3)}], ids=["chain", "tree"])
-def test_beyond_its_reach_a_drafter_is_not_asked(
-    monkeypatch: pytest.MonkeyPatch, drafting: dict[str, Any], temperature: float
-):
-    """With an oracle every draft is accepted; from the place on where the last of W would lie beyond, none is."""
-    install_oracle(monkeypatch)
+def test_beyond_its_reach_a_drafter_is_not_asked(drafting: dict[str, Any], temperature: float):
     prompt, reach = prompts(1, 64, seed=4, longest=9)[0], 32
     request = Request(prompt, max_new_tokens=50, temperature=temperature, seed=3)
-    plain = answers(toy(), None, [request])[0]
-    far = answers(toy(), short(512), [request], **drafting)[0]
     near = answers(toy(), short(reach), [request], **drafting)[0]
+    check_reach(prompt, near, 3, reach)
     if temperature == 0:
-        assert plain.token_ids == near.token_ids == far.token_ids
-    if "draft_length" in drafting and temperature == 0:
-        knowing = oracle(short(reach), prompt, plain.token_ids)
-        found = answers(toy(), knowing, [request], draft_length=3)[0]
-        assert found.token_ids == plain.token_ids
-        lengths = len(prompt) + np.cumsum([0, *(count + 1 for count in found.accepted)])
-        for length, count in zip(lengths, found.accepted):
-            assert count == (3 if length + 3 <= reach else 0), length
-        assert 0 in found.accepted
-        assert 3 in found.accepted
-    # Each plain step decides one token.
-    assert near.verification_passes >= len(near.token_ids) - 1 - (reach - len(prompt))
+        assert near.token_ids == answers(toy(), None, [request])[0].token_ids
     # A row that is beyond does not keep another one from drafting, nor is it changed by it.
     other = Request(prompts(1, 64, seed=9, longest=5)[0], max_new_tokens=40, temperature=temperature, seed=5)
     alone = answers(toy(), short(reach), [other], **drafting)[0]
     both = answers(toy(), short(reach), [request, other], **drafting, batch=2)
     assert texts(both) == [near.token_ids, alone.token_ids]
     assert [a.accepted for a in both] == [near.accepted, alone.accepted]
+    assert [a.verification_passes for a in both] == [near.verification_passes, alone.verification_passes]
+
+
+def test_up_to_its_reach_a_drafter_is_believed(monkeypatch: pytest.MonkeyPatch):
+    install_oracle(monkeypatch)
+    prompt, reach = prompts(1, 64, seed=4, longest=9)[0], 32
+    request = Request(prompt, max_new_tokens=50)
+    text = answers(toy(), None, [request])[0].token_ids
+    found = answers(toy(), oracle(short(reach), prompt, text), [request], draft_length=3)[0]
+    assert found.token_ids == text
+    assert set(found.accepted) == {3}
+    check_reach(prompt, found, 3, reach)
 
 
 def test_a_small_model_of_a_shorter_context_drafts_within_it():
-    from tests import tiny
-    from tests.tiny_decoding import TOY
-
     small = SmallModel(tiny.from_hf(tiny.hf_target(1, **(TOY | {"max_position_embeddings": 24}))))
     plain = texts(answers(toy(), None, REQUESTS))
     assert texts(answers(toy(), small, REQUESTS, draft_length=2)) == plain
@@ -214,6 +226,8 @@ def test_texts_that_outgrow_the_draft_are_announced_once(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("drafter", "drafting", "told"),
     [
+        (Mixed(toy_draft(), Lookup()), {"tree": TreeShape(4, 2, 2), "lookup_nodes": 3}, "more tree nodes than the 3"),
+        (tiny.draft(tiny.target()), {"draft_length": 2}, "vocabulary of 64 tokens; found 320"),
         (toy_draft(), {"tree": FixedTree((0, 2))}, "as parent of node 2 a node before it, from 0 .* to 1; found 2"),
         (toy_draft(), {"tree": FixedTree(())}, "a tree of at least one node"),
         (toy_draft(), {"tree": FixedTree((0,) * 41)}, "at most 40 children each .*; found 41 children"),
@@ -225,3 +239,10 @@ def test_texts_that_outgrow_the_draft_are_announced_once(caplog: pytest.LogCaptu
 def test_what_cannot_be_drafted_is_refused(drafter: Any, drafting: dict[str, Any], told: str):
     with pytest.raises(InputError, match=told):
         plan_for(toy().config, drafter, **drafting)
+
+
+def test_a_plan_that_contradicts_itself_is_none():
+    with pytest.raises(ValueError, match="a tree of 3 levels in a plan of draft_length 0"):
+        Plan(0, TreeShape(8, 3, 3))
+    with pytest.raises(ValueError, match="lookup_nodes 2 with Draft"):
+        proposed(Plan(2, None, 2), (1, 2), toy_draft())

@@ -184,6 +184,20 @@ def test_rows_alone_equal_rows_in_a_batch(width: int) -> None:
     assert rows(mixed, batch=4)[::2] == alone[::2]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("drafting", [{"draft_length": 4}, {"tree": TreeShape(24, 6, 4)}], ids=["chain", "tree"])
+def test_acceptance_does_not_depend_on_the_batch(t0: Target, drafting: dict) -> None:
+    rng = np.random.default_rng(3)
+    lengths = (3, 17, 64, 1) * 4
+    requests = [Request(tuple(rng.integers(0, 320, length).tolist()), max_new_tokens=48) for length in lengths]
+    rows = lambda batch: [
+        (answer.token_ids, answer.accepted) for answer in answers(t0, tiny.draft(t0), requests, **drafting, batch=batch)
+    ]
+    alone = rows(1)
+    assert rows(4) == alone
+    assert rows(16) == alone
+
+
 def test_the_seed_decides_sampled_text() -> None:
     request = Request(prompts(1, 64)[0], max_new_tokens=12, temperature=1.0)
     seeds = [42, 42, 43, *range(64)]
@@ -310,8 +324,8 @@ def test_a_hundred_random_stops_count_what_they_return(monkeypatch: pytest.Monke
         assert (tau([len(ids)], [answer.verification_passes]) or 1) <= 6
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_rows_that_end_make_room_for_those_that_wait(ahead: int) -> None:
+@pytest.mark.parametrize(("rounds", "ahead"), [(1, 0), (8, 1), (3, 2)])
+def test_rows_that_end_make_room_for_those_that_wait(rounds: int, ahead: int) -> None:
     tokenizer = pair_tokenizer()
     requests = greedy_requests(9, 24, vocab=64, seed=4)
     plain = texts(toy(), None, requests, batch=1)
@@ -322,7 +336,11 @@ def test_rows_that_end_make_room_for_those_that_wait(ahead: int) -> None:
         else dataclasses.replace(request, max_new_tokens=n + 1)
         for n, (request, text) in enumerate(zip(requests, plain, strict=True))
     ]
-    found = answers(toy(), toy_draft(), changed, draft_length=3, batch=3, ahead=ahead, tokenizer=tokenizer)
+    found = answers(
+        toy(), toy_draft(), changed, draft_length=3, batch=3, rounds=rounds, ahead=ahead, tokenizer=tokenizer
+    )
+    alone = [answers(toy(), toy_draft(), [request], draft_length=3, tokenizer=tokenizer)[0] for request in changed]
+    assert [(a.verification_passes, a.accepted) for a in found] == [(a.verification_passes, a.accepted) for a in alone]
     assert [answer.index for answer in found] == list(range(9))
     for answer, request, text in zip(found, changed, plain, strict=True):
         assert (answer.token_ids, answer.finish_reason, answer.stopped_text) == cut_by_hand(text, request, ())
@@ -437,13 +455,14 @@ def resident_bytes() -> int:
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_does_not_grow_with_the_number_of_generations() -> None:
+@pytest.mark.parametrize("drafting", [{"draft_length": 3}, {"tree": TreeShape(8, 3, 3)}], ids=["chain", "tree"])
+def test_memory_does_not_grow_with_the_number_of_generations(drafting: dict) -> None:
     rng = np.random.default_rng(0)
     after = 0
     for index in range(300):
         prompt = tuple(rng.integers(0, 64, rng.integers(1, 40)).tolist())
         request = Request(prompt, max_new_tokens=int(rng.integers(1, 20)))
-        answers(toy(), toy_draft(), [request], draft_length=3)
+        answers(toy(), toy_draft(), [request], **drafting)
         if index == 49:
             gc.collect()
             after = resident_bytes()

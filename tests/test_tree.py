@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from eagle3_jax import tree as room
-from eagle3_jax.cache import empty_cache
+from eagle3_jax.attention import causal_mask
+from eagle3_jax.cache import commit, empty_cache
 from eagle3_jax.draft import Draft, DraftOutput
 from eagle3_jax.drafters import Plan
 from eagle3_jax.engine import prefill
@@ -23,7 +24,7 @@ from eagle3_jax.target import Target, target_forward, target_logits
 from eagle3_jax.tree import TreeShape, ancestor_mask, propose_tree
 from eagle3_jax.verify import Tree
 from tests import tiny
-from tests.tiny_decoding import NO_EOS, answers, prompts, toy, toy_draft
+from tests.tiny_decoding import NO_EOS, answers, prompts, random_tree, toy, toy_draft
 
 TABLES, STATES = 200, 64
 SHAPES = [TreeShape(4, 3, 1), TreeShape(9, 4, 3), TreeShape(24, 6, 4), TreeShape(60, 8, 10), TreeShape(5, 1, 6)]
@@ -94,46 +95,37 @@ def test_the_tree_is_that_of_the_algorithm(monkeypatch: pytest.MonkeyPatch, d0: 
         assert list(found) == reference(each[row], d2t, int(starts[row]), int(roots[row]), shape), row
 
 
-def random_tree(rng: np.random.Generator, nodes: int, deepest: int, vocab: int) -> Tree:
-    parents, depths = [0], [0]
-    for node in range(1, nodes):
-        parent = int(rng.choice([index for index in range(node) if depths[index] < deepest]))
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-    row = lambda values: jnp.asarray([values], jnp.int32)
-    return Tree(tokens=row(rng.integers(0, vocab, nodes)), parents=row(parents), depths=row(depths))
+def path_to(tree: Tree, node: int) -> list[int]:
+    """Nodes from the root to a node."""
+    path = [node]
+    while path[-1]:
+        path.append(int(tree.parents[0, path[-1]]))
+    return path[::-1]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_node_is_read_as_the_end_of_its_own_path(t0: Target, seed: int):
-    rng = np.random.default_rng(seed)
-    tree, prompt = random_tree(rng, 24, 6, 320), rng.integers(0, 320, 9).tolist()
+    """As a round does it, over the cache; and after a path of one tree was kept, with another tree."""
+    rng, size = np.random.default_rng(seed), 64
+    text = rng.integers(0, 320, 9).tolist()
     run = jax.jit(target_forward, static_argnames=("taps",))
-
-    def logits(tokens: jax.Array, positions: jax.Array, mask: jax.Array) -> np.ndarray:
-        return np.asarray(target_logits(t0, run(t0, tokens, positions, mask).hidden))
-
-    # The prompt and the tree as one block, without a cache.
-    both = len(prompt) + 24
-    mask = np.zeros((both, both), bool)
-    mask[:9, :9] = np.tril(np.ones((9, 9), bool))
-    mask[9:, :9] = True
-    mask[9:, 9:] = ancestor_mask(tree, 6)[0]
-    tokens = jnp.concatenate([jnp.asarray([prompt], jnp.int32), tree.tokens], axis=1)
-    positions = jnp.concatenate([jnp.arange(9, dtype=jnp.int32)[None], 9 + tree.depths], axis=1)
-    whole = logits(tokens, positions, jnp.asarray(mask)[None])[0, 9:]
-    for node in range(24):
-        path, at = [], node
-        while True:
-            path.append(int(tree.tokens[0, at]))
-            if at == 0:
-                break
-            at = int(tree.parents[0, at])
-        alone = [*prompt, *path[::-1]]
-        padded = jnp.asarray([alone + [0] * (both - len(alone))], jnp.int32)
-        causal = jnp.tril(jnp.ones((both, both), bool))[None]
-        plain = logits(padded, jnp.arange(both, dtype=jnp.int32)[None], causal)[0, len(alone) - 1]
-        np.testing.assert_allclose(whole[node], plain, atol=1e-5 * np.abs(plain).max())
+    causal = jnp.tril(jnp.ones((size, size), bool))[None]
+    cache = prefill(t0, None, Request(tuple(text)), NO_EOS, structure=Structure(), cache_length=size).target_cache
+    for _ in range(2):
+        tree = random_tree(rng, 24, 6, 320)
+        over_cache, _ = causal_mask(cache.lengths, 24, size)
+        positions = cache.lengths[:, None] + tree.depths
+        out = run(t0, tree.tokens, positions, ancestor_mask(tree, 6), cache=cache, cache_mask=over_cache)
+        whole = np.asarray(target_logits(t0, out.hidden))[0]
+        for node in range(24):
+            alone = [*text, *tree.tokens[0, np.asarray(path_to(tree, node))].tolist()]
+            padded = jnp.asarray([alone + [0] * (size - len(alone))], jnp.int32)
+            plain = run(t0, padded, jnp.arange(size, dtype=jnp.int32)[None], causal).hidden
+            expected = np.asarray(target_logits(t0, plain))[0, len(alone) - 1]
+            np.testing.assert_allclose(whole[node], expected, atol=1e-5 * np.abs(expected).max())
+        kept = path_to(tree, int(np.argmax(tree.depths[0])))
+        text += tree.tokens[0, np.asarray(kept)].tolist()
+        cache = commit(cache, out.keys, out.values, jnp.asarray([kept], jnp.int32), jnp.asarray([len(kept)], jnp.int32))
 
 
 @pytest.mark.parametrize(("shape", "batch"), [(TreeShape(8, 3, 3), 3), (TreeShape(24, 6, 4), 1)], ids=str)

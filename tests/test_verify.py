@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3_jax.sampling import Sampling, target_distribution
+from eagle3_jax.tree import graft
 from eagle3_jax.verify import Tree, Verdict, chain_tree, verify_greedy, verify_sampled
 
 NODES, SMALL = 8, 4
@@ -297,6 +298,34 @@ def test_random_distributions_and_candidates_are_reproduced_exactly(filters: dic
             candidates = np.where(np.isin(np.arange(vocab), chosen), root, 0)
         np.testing.assert_allclose(first, root, atol=1e-6)
         np.testing.assert_allclose(second, candidates[:, None] * after, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_branch_beside_a_sampled_chain_keeps_the_distribution(seed: int) -> None:
+    """A token drawn from q, and beside it one that is always proposed: grafted as decoding does it, then verified."""
+    vocab = 4
+    rng = np.random.default_rng(seed)
+    p, q, looked = rng.dirichlet(np.ones(vocab)), rng.dirichlet(np.ones(vocab)), int(rng.integers(vocab))
+    p, q = p.astype(np.float32), q.astype(np.float32)
+    first = np.zeros(vocab)
+    for token in range(vocab):
+        tree, ranks = graft(
+            chain_tree(jnp.asarray([[0, token]], jnp.int32)), jnp.zeros((1, 2), jnp.int32), jnp.asarray([[looked]])
+        )
+        assert ranks[0].tolist() == [0, 0, int(token != looked)]
+        certain = np.eye(vocab, dtype=np.float32)[looked]
+        rest = np.maximum(p.astype(np.float64) - q, 0)
+        second = rest[looked] / rest.sum() if rest.sum() > 0 else 0.0
+        after = rest.copy()
+        after[looked] = 0
+        axes = [cuts(p[token] / q[token]), cuts(second), cuts(quantiles(rest), quantiles(after), quantiles(p))]
+        grids = np.stack([g.ravel() for g in np.meshgrid(*(m for m, _ in axes), indexing="ij")], axis=-1)
+        volumes = np.prod(np.meshgrid(*(length for _, length in axes), indexing="ij"), axis=0).ravel() * q[token]
+        grids = grids.astype(np.float32)
+        masses = np.stack([p] * 3)[None]
+        _, tokens = emitted(tree, masses, np.stack([q, q, certain])[None], grids[:, :2], grids[:, 2], 1)
+        np.add.at(first, tokens[:, 0], volumes)
+    np.testing.assert_allclose(first, p, atol=1e-6)
 
 
 @pytest.mark.parametrize("dense", [False, True])

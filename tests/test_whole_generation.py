@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,7 +83,21 @@ def test_one_call_is_a_whole_generation(name: str, temperature: float):
         assert FINISH_REASONS[int(found.reason[row])] == answer.finish_reason
         assert int(found.passes[row]) == answer.verification_passes
         assert found.accepted[row].tolist() == np.bincount(answer.accepted, minlength=plan.depth + 1).tolist()
-    assert {answer.finish_reason for answer in expected} >= {"length"}
+    assert {answer.finish_reason for answer in expected} == {"length", "stop"}
+
+
+def test_beyond_the_drafts_reach_it_goes_on_in_plain_steps():
+    config = dataclasses.replace(toy_draft().config, max_position_embeddings=20)
+    short = toy_draft().replace(config=config)
+    requests = [Request(prompt, max_new_tokens=30) for prompt in prompts(2, 64, seed=12, longest=9)]
+    traced, static = arguments(requests, Plan(3))
+    found = generate(toy(), short, *traced, **static)
+    expected = answers(toy(), short, requests, draft_length=3, batch=2, eos=EOS)
+    for row, answer in enumerate(expected):
+        assert tuple(found.tokens[row, : int(found.count[row])].tolist()) == answer.token_ids
+        assert int(found.passes[row]) == answer.verification_passes
+        assert found.accepted[row].tolist() == np.bincount(answer.accepted, minlength=4).tolist()
+        assert sum(found.accepted[row].tolist()) < answer.verification_passes
 
 
 def test_values_do_not_recompile():

@@ -25,6 +25,7 @@ from eagle3_jax.generate import DecodeState, Structure, decode_round
 from eagle3_jax.requests import Answer, Request, sampling_of, structure_for
 from eagle3_jax.sampling import Sampling, target_distribution
 from eagle3_jax.target import Target, target_forward, target_logits
+from eagle3_jax.verify import Tree
 from tests import tiny
 
 TOY: dict[str, Any] = {
@@ -150,6 +151,17 @@ def exact_joint(target: Target, prompt: Sequence[int], sampling: Sampling, *, fi
     each = np.asarray(distributions(target), np.float64)
     each = each.reshape(vocab, vocab, 3, vocab)
     return each[0, 0, 0][:, None, None] * each[:, 0, 1][:, :, None] * each[:, :, 2]
+
+
+def random_tree(rng: np.random.Generator, nodes: int, deepest: int, vocab: int) -> Tree:
+    """A tree of random form and tokens, in which no node lies deeper than `deepest`."""
+    parents, depths = [0], [0]
+    for node in range(1, nodes):
+        parent = int(rng.choice([index for index in range(node) if depths[index] < deepest]))
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    row = lambda values: jnp.asarray([values], jnp.int32)
+    return Tree(tokens=row(rng.integers(0, vocab, nodes)), parents=row(parents), depths=row(depths))
 
 
 def chi_square_p(observed: np.ndarray, probabilities: np.ndarray) -> float:
