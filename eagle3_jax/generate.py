@@ -245,8 +245,8 @@ def decode_round(
         nothing = propose(
             None, state.draft_cache, state.taps, state.tokens, state.count, state.root, Plan(), None, None
         )
-        noise = _noise(state, sampling, structure)
-        return _verify_and_commit(target, draft, state, sampling, eos, nothing, noise, None, structure)
+        noise, within = _noise(state, sampling, structure), jnp.zeros_like(state.reason, bool)
+        return _verify_and_commit(target, draft, state, sampling, eos, nothing, noise, within, structure)
 
     # The cache's length is static, so whoever cannot come to the drafter's end does not pay for looking.
     if reach is None or state.target_cache.max_length <= reach:

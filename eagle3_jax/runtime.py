@@ -138,7 +138,7 @@ def use_compilation_cache(folder: str | None, kind: str, device_kind: str) -> Pa
 
 def kept() -> str:
     """Where compiled programs are kept, in words."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = jax.config.values["jax_compilation_cache_dir"]
     return f"kept in {folder}" if folder else "not kept"
 
 

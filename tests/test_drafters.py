@@ -244,5 +244,5 @@ def test_what_cannot_be_drafted_is_refused(drafter: Any, drafting: dict[str, Any
 def test_a_plan_that_contradicts_itself_is_none():
     with pytest.raises(ValueError, match="a tree of 3 levels in a plan of draft_length 0"):
         Plan(0, TreeShape(8, 3, 3))
-    with pytest.raises(ValueError, match="lookup_nodes 2 with Draft"):
+    with pytest.raises(ValueError, match="lookup_nodes 2 with a Draft"):
         proposed(Plan(2, None, 2), (1, 2), toy_draft())

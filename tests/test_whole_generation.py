@@ -29,7 +29,7 @@ PLANS: dict[str, tuple[Any, Plan, dict[str, Any]]] = {
         Mixed(toy_draft(), Lookup()), Plan(2, TreeShape(6, 2, 3), 3), {"tree": TreeShape(6, 2, 3), "lookup_nodes": 3},
     ),
 }  # fmt: skip
-EOS = (7, 11)
+EOS = (7, 11, 17, 26, 39)
 
 
 def arguments(requests: Sequence[Request], plan: Plan, *, bucket: int = 32, size: int = 64) -> tuple[tuple, dict]:
@@ -83,7 +83,7 @@ def test_one_call_is_a_whole_generation(name: str, temperature: float):
         assert FINISH_REASONS[int(found.reason[row])] == answer.finish_reason
         assert int(found.passes[row]) == answer.verification_passes
         assert found.accepted[row].tolist() == np.bincount(answer.accepted, minlength=plan.depth + 1).tolist()
-    assert {answer.finish_reason for answer in expected} == {"length", "stop"}
+    assert {answer.finish_reason for answer in expected} >= {"length", "stop"}
 
 
 def test_beyond_the_drafts_reach_it_goes_on_in_plain_steps():
