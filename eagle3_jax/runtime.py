@@ -105,6 +105,20 @@ def start(device: str | None = None, dtype: str | None = None, cache_dir: str | 
     return Runtime(platform=kind, device=name, dtype=dtype, precision=precision)
 
 
+def check_attention(info: Runtime, backend: str) -> None:
+    """Refuse cuDNN's attention where it cannot run.
+
+    Raises:
+      InputError: no GPU, or fp32.
+    """
+    if backend == "cudnn" and (info.platform != "gpu" or info.dtype == "float32"):
+        raise InputError(
+            expected="a GPU and --dtype bfloat16 for --attention cudnn",
+            found=str(info),
+            remedy="Leave --attention out: the default runs anywhere.",
+        )
+
+
 def use_compilation_cache(folder: str | None, kind: str, device_kind: str) -> Path | None:
     """Keep compiled programs between processes.
 
@@ -131,7 +145,7 @@ def use_compilation_cache(folder: str | None, kind: str, device_kind: str) -> Pa
         logger.warning("compiled programs are not kept: %s (--cache-dir chooses another folder)", error)
         return None
     jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return path
 

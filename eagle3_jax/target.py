@@ -7,6 +7,7 @@ the final hidden state, the tapped states and the new tokens' keys and values co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -61,10 +62,17 @@ class TargetParams:
 
 @struct.dataclass
 class Target:
-    """A target model: parameters and their static description."""
+    """A target model: parameters and their static description.
+
+    Attributes:
+      params: the weights.
+      config: the architecture.
+      attention: who computes attention, one of `attention.BACKENDS`.
+    """
 
     params: TargetParams
     config: TargetConfig = struct.field(pytree_node=False)
+    attention: str = struct.field(pytree_node=False, default="einsum")
 
 
 @struct.dataclass
@@ -134,12 +142,17 @@ def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _attention_block(
-    layer: TargetLayer, x: jax.Array, table: tuple[jax.Array, jax.Array], segments: Sequence[Segment], mask: jax.Array
+    layer: TargetLayer,
+    x: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    segments: Sequence[Segment],
+    mask: jax.Array,
+    backend: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q = rotate(_bias(linear(x, layer.q), layer.q_bias), table)
     k = rotate(_bias(linear(x, layer.k), layer.k_bias), table).transpose(0, 2, 3, 1)
     v = _bias(linear(x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
-    mixed = attend(q, [*segments, Segment(k, v, mask)])
+    mixed = attend(q, [*segments, Segment(k, v, mask)], backend)
     return _bias(linear(mixed, layer.o), layer.o_bias), k, v
 
 
@@ -149,6 +162,22 @@ def _mlp_block(layer: TargetLayer, x: jax.Array) -> jax.Array:
     gate = _bias(linear(x, layer.gate), layer.gate_bias)
     up = _bias(linear(x, layer.up), layer.up_bias)
     return _bias(linear(jax.nn.silu(gate) * up, layer.down), layer.down_bias)
+
+
+@partial(jax.jit, static_argnames=("eps", "backend"))
+def _layer(
+    layer: TargetLayer,
+    x: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    segments: Sequence[Segment],
+    mask: jax.Array,
+    eps: float,
+    backend: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One layer; jitted so that it is traced once for all layers, which the compiler then inlines."""
+    attended, k, v = _attention_block(layer, rms_norm(x, layer.input_norm, eps), table, segments, mask, backend)
+    x = x + attended
+    return x + _mlp_block(layer, rms_norm(x, layer.post_norm, eps)), k, v
 
 
 def target_forward(
@@ -189,10 +218,7 @@ def target_forward(
             past = []
             if cache is not None and cache_mask is not None:
                 past = [Segment(cache.keys[index], cache.values[index], cache_mask)]
-            normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-            attended, k, v = _attention_block(layer, normed, table, past, mask)
-            x = x + attended
-            x = x + _mlp_block(layer, rms_norm(x, layer.post_norm, config.rms_norm_eps))
+            x, k, v = _layer(layer, x, table, past, mask, config.rms_norm_eps, target.attention)
             keys.append(k)
             values.append(v)
     tapped[config.num_layers] = x

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax.checkpoint import load_draft, load_target
 from eagle3_jax.draft import Draft
 from eagle3_jax.target import Target
+from eagle3_jax.tokenizer import load_tokenizer
 from tests import tiny, tiny_decoding
 
 # Tiny products: a second thread waits more than it works, above all when the cores are shared.
@@ -45,6 +47,16 @@ def d0(t0):
     return tiny.draft(t0)
 
 
+@pytest.fixture(autouse=True)
+def _few_programs():
+    """Drop compiled programs before they are too many: each holds memory maps, of which Linux gives a process 65,530,
+    and XLA crashes when it gets none."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Models for the property suite."""
     parser.addoption("--target", type=Path, help="HuggingFace folder for `-m property`; default: a tiny random model")
@@ -52,12 +64,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def models(request: pytest.FixtureRequest) -> tuple[Target, Draft]:
-    """What properties are checked on: the models of the command line, or tiny ones."""
+def models(request: pytest.FixtureRequest) -> tuple[Target, Draft, PreTrainedTokenizerFast]:
+    """What properties are checked on: the models of the command line, or tiny ones; and the tokenizer."""
     folders = [request.config.getoption(name) for name in ("--target", "--draft")]
     if folders == [None, None]:
-        return tiny_decoding.toy(), tiny_decoding.toy_draft()
+        return tiny_decoding.toy(), tiny_decoding.toy_draft(), tiny_decoding.pair_tokenizer()
     if None in folders:
         raise pytest.UsageError("--target and --draft belong together")
     target = load_target(folders[0])
-    return target, load_draft(folders[1], target)
+    return target, load_draft(folders[1], target), load_tokenizer(folders[0])

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
+import pytest
+
+from eagle3_jax import bench
 from eagle3_jax.draft import Draft
+from eagle3_jax.engine import decode
 from eagle3_jax.report import Method, Run, record, render
-from eagle3_jax.requests import Answer
+from eagle3_jax.requests import Answer, Request
 from eagle3_jax.runtime import Runtime
+from tests.tiny_decoding import prompts, toy, toy_draft
 
 INFO = Runtime(platform="cpu", device="some processor", dtype="float32", precision="highest")
 
@@ -23,10 +30,11 @@ def run(found: list[Answer]) -> Run:
     return Run(found, sum(answer.seconds for answer in found))
 
 
-def report(method: Method, answers: list[Answer], plain: list[Answer]) -> tuple[dict, list[str]]:
+def report(plain: list[Answer], *others: tuple[Method, list[Answer]]) -> tuple[dict, list[str]]:
+    """The record of the first of the others, and the lines of the report."""
     entries = [
         record("t", one, 0.0, run(found), run(plain)) | dataclasses.asdict(INFO) | {"max_new_tokens": 5}
-        for one, found in ((Method("plain"), plain), (method, answers))
+        for one, found in ((Method("plain"), plain), *others)
     ]
     return entries[1], render(entries).splitlines()
 
@@ -34,7 +42,7 @@ def report(method: Method, answers: list[Answer], plain: list[Answer]) -> tuple[
 def test_forks_and_speeds_are_those_of_the_answers(d0: Draft):
     plain = [answer((1, 2, 3, 4, 5), 4, 5.0), answer((1, 2, 3, 4, 5), 4, 5.0), answer((7, 8), 1, 2.0)]
     drafted = [answer((1, 2, 3, 4, 5), 2, 3.0), answer((1, 2, 9, 4, 5), 2, 3.0), answer((7,), 0, 1.0)]
-    entry, lines = report(Method("eagle3", "d", d0, 2), drafted, plain)
+    entry, lines = report(plain, (Method("eagle3", "d", d0, 2), drafted))
     assert entry["forks"] == [{"prompt": 1, "token": 2}, {"prompt": 2, "token": 1}]
     assert entry["identical_to_plain"] == 1 / 3
     assert entry["tau"] == 8 / 4
@@ -46,6 +54,38 @@ def test_forks_and_speeds_are_those_of_the_answers(d0: Draft):
 
 def test_a_ratio_over_nothing_is_no_number(d0: Draft):
     single = [answer((1,), 0, 1.0)]
-    entry, lines = report(Method("eagle3", "d", d0, 2), single, single)
+    entry, lines = report(single, (Method("eagle3", "d", d0, 2), single))
     assert [entry[name] for name in ("tau", "speedup", "tokens_per_second")] == [None, None, None]
     assert "| eagle3 d K=2 | - | - | - | - | - | - | 100.0% |" in lines
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_slower_and_what_is_fastest_are_named(d0: Draft, turned: bool):
+    plain = [answer((1, 2, 3, 4, 5), 4, 5.0)]
+    fast = Method("eagle3", "d", d0, 2), [answer((1, 2, 3, 4, 5), 2, 3.0)]
+    slow = Method("eagle3", "d", d0, 4), [answer((1, 2, 3, 4, 5), 2, 9.0)]
+    _, lines = report(plain, *([slow, fast] if turned else [fast, slow]))
+    assert "Best of 2 settings of d: eagle3 d K=2, 2.00x." in lines
+    assert [line.split("|")[1:3] for line in lines if "(slower)" in line] == [[" eagle3 d K=4 (slower) ", " 0.50x "]]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_nothing_is_compiled_while_the_clock_runs(monkeypatch: pytest.MonkeyPatch, batch: int):
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    before: list[int] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        before.append(len(compiled))
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(bench, "decode", noted)
+    method = Method("eagle3", "d", toy_draft(), 3 - batch)
+    requests = [Request(prompt, max_new_tokens=9) for prompt in prompts(3, 64, seed=21, longest=40)]
+    found = bench._ours(toy(), method, ())(requests, batch)
+    assert [len(one.token_ids) for one in found.answers] == [9, 9, 9]
+    # A warm-up, which compiles, and the run.
+    assert len(before) == 2
+    assert before[0] < before[1] == len(compiled)

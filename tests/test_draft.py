@@ -272,14 +272,15 @@ def test_training_attention_reads_the_keys_of_earlier_steps():
     np.testing.assert_array_equal(changed, np.arange(6) == 3)
 
 
-def test_attention_over_segments_equals_attention_over_their_concatenation():
+@pytest.mark.parametrize("backend", ["einsum", "xla"])
+def test_attention_over_segments_equals_attention_over_their_concatenation(backend: str):
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     q, sizes = draw(2, 3, 4, 8), (5, 2, 3)
     parts = [(draw(2, 2, size, 8), draw(2, 2, size, 8), rng.random((2, 3, size)) < 0.6) for size in sizes]
     parts[-1][2][:, :, 0] = True
     segments = [Segment(*map(jnp.asarray, (k.swapaxes(2, 3), v, mask))) for k, v, mask in parts]
-    ours = jax.jit(attend)(jnp.asarray(q), segments)
+    ours = jax.jit(attend, static_argnums=2)(jnp.asarray(q), segments, backend)
     k, v, mask = (torch.from_numpy(np.concatenate(arrays, 2)) for arrays in zip(*parts, strict=True))
     expected = explicit_attention(torch.from_numpy(q).double().transpose(1, 2), k.double(), v.double(), mask)
     assert_close(ours, expected.transpose(1, 2))

@@ -184,6 +184,12 @@ def test_beyond_its_reach_a_drafter_is_not_asked(drafting: dict[str, Any], tempe
     check_reach(prompt, near, 3, reach)
     if temperature == 0:
         assert near.token_ids == answers(toy(), None, [request])[0].token_ids
+    # From there on it is what plain decoding says with the same randomness, which goes by position.
+    drafted = 1 + sum(count + 1 for count in near.accepted)
+    grown = dataclasses.replace(
+        request, tokens=prompt + near.token_ids[:drafted], max_new_tokens=request.max_new_tokens - drafted
+    )
+    assert answers(toy(), None, [grown])[0].token_ids == near.token_ids[drafted:]
     # A row that is beyond does not keep another one from drafting, nor is it changed by it.
     other = Request(prompts(1, 64, seed=9, longest=5)[0], max_new_tokens=40, temperature=temperature, seed=5)
     alone = answers(toy(), short(reach), [other], **drafting)[0]

@@ -194,6 +194,7 @@ def test_acceptance_does_not_depend_on_the_batch(t0: Target, drafting: dict) -> 
         (answer.token_ids, answer.accepted) for answer in answers(t0, tiny.draft(t0), requests, **drafting, batch=batch)
     ]
     alone = rows(1)
+    assert any(sum(accepted) for _, accepted in alone)
     assert rows(4) == alone
     assert rows(16) == alone
 
@@ -248,16 +249,23 @@ def test_a_prompt_in_chunks_equals_a_prompt_in_one(monkeypatch: pytest.MonkeyPat
         np.testing.assert_allclose(one.logprobs, many.logprobs, atol=1e-3)
 
 
-def test_logprobs_are_those_of_the_target() -> None:
-    request = Request(prompts(1, 64, seed=6)[0], max_new_tokens=10)
-    (answer,) = answers(toy(), toy_draft(), [request], draft_length=3, logprobs=True)
+@pytest.mark.parametrize("drafting", [{"draft_length": 3}, {"tree": TreeShape(8, 3, 3)}], ids=["chain", "tree"])
+def test_logprobs_are_those_of_the_target(monkeypatch: pytest.MonkeyPatch, drafting: dict) -> None:
+    install_oracle(monkeypatch)
+    request = Request(prompts(1, 64, seed=6)[0], max_new_tokens=14)
+    (text,) = texts(toy(), None, [request])
+    said = [*text[:5], 1 + text[5] % 63, *text[6:]]
+    (answer,) = answers(toy(), oracle(toy_draft(), request.tokens, said), [request], **drafting, logprobs=True)
+    # Some blocks are accepted whole, some in part.
+    assert answer.token_ids == text
+    assert len(set(answer.accepted)) > 1
     model = tiny.hf_target(0, scale=16.0, **TOY)
     ids = torch.tensor([[*request.tokens, *answer.token_ids]])
     with torch.no_grad():
         every = model(ids).logits[0].log_softmax(-1)
     expected = [float(every[len(request.tokens) - 1 + n, token]) for n, token in enumerate(answer.token_ids)]
     np.testing.assert_allclose(answer.logprobs, expected, atol=1e-3)
-    assert answers(toy(), toy_draft(), [request], draft_length=3)[0].logprobs == ()
+    assert answers(toy(), toy_draft(), [request], **drafting)[0].logprobs == ()
 
 
 def cut_by_hand(text: Sequence[int], request: Request, eos: Sequence[int]) -> tuple[tuple[int, ...], str, str | None]:
@@ -275,7 +283,10 @@ def cut_by_hand(text: Sequence[int], request: Request, eos: Sequence[int]) -> tu
     raise AssertionError("the text is too short")
 
 
-def test_a_stop_string_across_two_tokens_of_a_block_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafting", [{"draft_length": 5}, {"tree": TreeShape(11, 5, 2)}], ids=["chain", "tree"])
+def test_a_stop_string_across_two_tokens_of_a_block_ends_the_answer(
+    monkeypatch: pytest.MonkeyPatch, drafting: dict
+) -> None:
     install_oracle(monkeypatch)
     prompt = prompts(1, 64, seed=4)[0]
     (plain,) = texts(toy(), None, [Request(prompt, max_new_tokens=24)])
@@ -284,7 +295,7 @@ def test_a_stop_string_across_two_tokens_of_a_block_ends_the_answer(monkeypatch:
         stop = tokenizer.decode(plain[place : place + 2])[1:3]
         request = Request(prompt, max_new_tokens=24, stop=(stop,))
         (answer,) = answers(
-            toy(), oracle(toy_draft(), prompt, plain), [request], draft_length=5, tokenizer=tokenizer, logprobs=True
+            toy(), oracle(toy_draft(), prompt, plain), [request], **drafting, tokenizer=tokenizer, logprobs=True
         )
         found = answer.token_ids, answer.finish_reason, answer.stopped_text
         assert found == cut_by_hand(plain, request, ())
@@ -350,8 +361,12 @@ def test_rows_that_end_make_room_for_those_that_wait(rounds: int, ahead: int) ->
 def test_a_prompt_near_the_context_limit(t0: Target, hf: LlamaForCausalLM) -> None:
     prompt = (prompts(1, 320, seed=2, longest=60)[0] * 500)[:500]
     (expected,) = hf_texts(hf, [prompt], 12)
-    for draft, width in ((None, 0), (tiny.draft(t0), 4)):
-        (answer,) = answers(t0, draft, [Request(prompt, max_new_tokens=40)], draft_length=width)
+    for draft, drafting in (
+        (None, {}),
+        (tiny.draft(t0), {"draft_length": 4}),
+        (tiny.draft(t0), {"tree": TreeShape(24, 6, 4)}),
+    ):
+        (answer,) = answers(t0, draft, [Request(prompt, max_new_tokens=40)], **drafting)
         assert answer.token_ids == expected
         assert answer.finish_reason == "context"
         assert answer.prompt_tokens == 500
@@ -413,7 +428,8 @@ def programs() -> int:
     return sum(function._cache_size() for function in (prefill_chunk, decode_rounds, admit))
 
 
-def test_programs_are_compiled_per_structure_and_not_per_value(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafting", [{"draft_length": 2}, {"tree": TreeShape(5, 2, 2)}], ids=["chain", "tree"])
+def test_programs_are_compiled_per_structure_and_not_per_value(monkeypatch: pytest.MonkeyPatch, drafting: dict) -> None:
     # Prefill buckets of 8 to 64 and cache buckets of 32 and 96 tokens stand for the real ones.
     monkeypatch.setattr(engine, "PREFILL_BUCKETS", (16, 64))
     monkeypatch.setattr("eagle3_jax.requests.cache_bucket", lambda needed, limit: 32 if needed <= 32 else 96)
@@ -421,7 +437,7 @@ def test_programs_are_compiled_per_structure_and_not_per_value(monkeypatch: pyte
 
     def serve(**changes) -> None:
         for request in requests:
-            answers(toy(), toy_draft(), [dataclasses.replace(request, **changes)], draft_length=2)
+            answers(toy(), toy_draft(), [dataclasses.replace(request, **changes)], **drafting)
 
     before = programs()
     serve()
@@ -444,8 +460,14 @@ def test_programs_are_compiled_per_structure_and_not_per_value(monkeypatch: pyte
     serve(max_new_tokens=3)
     for request in requests[:3]:
         for eos in ([], [1], [1, 2, 3]):
-            answers(toy(), toy_draft(), [request], draft_length=2, eos=eos)
+            answers(toy(), toy_draft(), [request], **drafting, eos=eos)
     assert programs() == after
+    assert not compiled
+    # Rows of a batch come and go without a program of their own.
+    answers(toy(), toy_draft(), requests[:4], **drafting, batch=3)
+    compiled.clear()
+    ended = [dataclasses.replace(request, stop=("0",), temperature=0.3, seed=8) for request in requests[4:12]]
+    answers(toy(), toy_draft(), ended, **drafting, batch=3, tokenizer=pair_tokenizer())
     assert not compiled
 
 

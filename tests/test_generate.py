@@ -21,12 +21,14 @@ from eagle3_jax.generate import (
     STOP,
     DecodeState,
     Structure,
+    admit,
     decode_round,
+    decode_rounds,
     empty_state,
     prefill_chunk,
 )
 from eagle3_jax.metrics import tau
-from eagle3_jax.requests import Request, sampling_of
+from eagle3_jax.requests import Request, plan_for, sampling_of
 from eagle3_jax.sampling import Sampling
 from eagle3_jax.target import Target
 from eagle3_jax.tree import FixedTree, TreeShape
@@ -50,6 +52,8 @@ from tests.tiny_decoding import (
 
 PROMPT = prompts(1, 64, seed=4)[0]
 PLAIN_LENGTH = 24
+GROWN, FIXED = Plan(3, TreeShape(8, 3, 3)), Plan(3, FixedTree((0, 0, 1, 1, 2, 4, 4)))
+NAMES = ["chain", "tree", "fixed tree"]
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +81,21 @@ def test_drafts_after_the_first_wrong_one_do_not_count(
     install_oracle(monkeypatch)
     said = corrupted(plain, {place + 1 for place, match in enumerate(matches) if not match})
     draft = oracle(toy_draft(), PROMPT, said)
-    state, structure, sampling = start(toy(), draft, Request(PROMPT), 4)
+    state, structure, sampling = start(toy(), draft, Request(PROMPT), Plan(4))
     state = decode_round(toy(), draft, state, sampling, NO_EOS, structure=structure)
     assert int(state.accepted[0]) == accepted
     assert decided(state) == plain[1 : accepted + 2]
 
 
+@pytest.mark.parametrize("plan", [Plan(6), GROWN, FIXED], ids=NAMES)
 @pytest.mark.parametrize("place", range(8))
 def test_output_ends_at_the_end_token_wherever_it_falls_in_a_block(
-    monkeypatch: pytest.MonkeyPatch, plain: list[int], place: int
+    monkeypatch: pytest.MonkeyPatch, plain: list[int], place: int, plan: Plan
 ) -> None:
     install_oracle(monkeypatch)
     draft = oracle(toy_draft(), PROMPT, plain)
     end = plain[place]
-    state, structure, sampling = start(toy(), draft, Request(PROMPT, max_new_tokens=16), 6, eos=[63, end])
+    state, structure, sampling = start(toy(), draft, Request(PROMPT, max_new_tokens=16), plan, eos=[63, end])
     text = decided(state) + finish(toy(), draft, state, sampling, structure, eos=[63, end])
     assert text == plain[: plain.index(end) + 1]
 
@@ -101,7 +106,7 @@ def test_a_block_cut_at_the_end_token_counts_what_was_emitted(
     install_oracle(monkeypatch)
     draft = oracle(toy_draft(), PROMPT, plain)
     assert plain.index(plain[3]) == 3
-    state, structure, sampling = start(toy(), draft, Request(PROMPT), 5, eos=[plain[3]])
+    state, structure, sampling = start(toy(), draft, Request(PROMPT), Plan(5), eos=[plain[3]])
     state = decode_round(toy(), draft, state, sampling, pad_eos([plain[3]]), structure=structure)
     assert int(state.accepted[0]) == 5
     assert int(state.count[0]) == 3
@@ -144,8 +149,11 @@ def test_a_limit_inside_a_block_cuts_it(monkeypatch: pytest.MonkeyPatch, plain: 
     assert answer.finish_reason == "length"
 
 
+@pytest.mark.parametrize("drafting", [{"draft_length": 4}, {"tree": GROWN.tree}], ids=NAMES[:2])
 @pytest.mark.parametrize("room", [1, 2, 7])
-def test_the_context_ends_an_answer_inside_a_block(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def test_the_context_ends_an_answer_inside_a_block(
+    monkeypatch: pytest.MonkeyPatch, room: int, drafting: dict[str, Any]
+) -> None:
     install_oracle(monkeypatch)
     limit = toy().config.context_limit
     prompt = prompts(1, 64, seed=1)[0] * limit
@@ -153,25 +161,27 @@ def test_the_context_ends_an_answer_inside_a_block(monkeypatch: pytest.MonkeyPat
     (expected,) = answers(toy(), None, [Request(prompt, max_new_tokens=room)])
     assert expected.finish_reason == "length"
     draft = oracle(toy_draft(), prompt, expected.token_ids)
-    state, structure, sampling = start(toy(), draft, Request(prompt, max_new_tokens=room + 5), 4)
+    plan = plan_for(toy().config, draft, **drafting)
+    state, structure, sampling = start(toy(), draft, Request(prompt, max_new_tokens=room + 5), plan)
     assert int(state.limit_reason[0]) == CONTEXT
     while int(state.reason[0]) == RUNNING:
         state = decode_round(toy(), draft, state, sampling, NO_EOS, structure=structure)
     assert int(state.reason[0]) == CONTEXT
     assert int(state.target_cache.lengths[0]) == limit - 1
-    (answer,) = answers(toy(), draft, [Request(prompt, max_new_tokens=room + 5)], draft_length=4)
+    (answer,) = answers(toy(), draft, [Request(prompt, max_new_tokens=room + 5)], **drafting)
     assert answer.finish_reason == "context"
     assert answer.token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("plan", [Plan(4), GROWN], ids=NAMES[:2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rounds_only_append_to_the_caches(
-    monkeypatch: pytest.MonkeyPatch, plain: list[int], temperature: float
+    monkeypatch: pytest.MonkeyPatch, plain: list[int], temperature: float, plan: Plan
 ) -> None:
     install_oracle(monkeypatch)
     draft = oracle(toy_draft(), PROMPT, corrupted(plain, {3, 9, 11}))
     request = Request(PROMPT, max_new_tokens=PLAIN_LENGTH, temperature=temperature, seed=5)
-    state, structure, sampling = start(toy(), draft, request, 4)
+    state, structure, sampling = start(toy(), draft, request, plan)
     while int(state.reason[0]) == RUNNING:
         caches = [cache for cache in (state.target_cache, state.draft_cache) if cache is not None]
         before = [(rows_of(cache), int(cache.lengths[0])) for cache in caches]
@@ -184,15 +194,20 @@ def test_rounds_only_append_to_the_caches(
             assert new[:, :, length:now].any(axis=(0, 1, 3)).all()
 
 
+@pytest.mark.parametrize("plan", [Plan(4), Plan(4, TreeShape(9, 4, 3))], ids=NAMES[:2])
 @pytest.mark.parametrize("length", [56, 61, 62])
-def test_rounds_near_the_context_limit_write_nothing_elsewhere(length: int) -> None:
-    """The toy's context is 64 tokens: blocks of 5 reach beyond it, and beyond them the cache ends."""
+def test_rounds_near_the_context_limit_write_nothing_elsewhere(length: int, plan: Plan) -> None:
+    """The toy's context is 64 tokens: blocks of 5 levels reach beyond it, and beyond them the cache ends."""
     prompt = tuple(np.random.default_rng(length).integers(0, 64, length).tolist())
-    state, structure, sampling = start(toy(), toy_draft(), Request(prompt, max_new_tokens=40), 4, cache_length=64 + 5)
+    # A draft made for longer texts, which is asked to the end.
+    draft = toy_draft()
+    draft = draft.replace(config=dataclasses.replace(draft.config, max_position_embeddings=128))
+    request = Request(prompt, max_new_tokens=40)
+    state, structure, sampling = start(toy(), draft, request, plan, cache_length=64 + 5)
     caches = lambda: [cache for cache in (state.target_cache, state.draft_cache) if cache is not None]
     before = [(rows_of(cache), int(cache.lengths[0])) for cache in caches()]
     while int(state.reason[0]) == RUNNING:
-        state = decode_round(toy(), toy_draft(), state, sampling, NO_EOS, structure=structure)
+        state = decode_round(toy(), draft, state, sampling, NO_EOS, structure=structure)
     assert int(state.reason[0]) == CONTEXT
     for (old, length_before), cache in zip(before, caches(), strict=True):
         new, now = rows_of(cache), int(cache.lengths[0])
@@ -201,18 +216,20 @@ def test_rounds_near_the_context_limit_write_nothing_elsewhere(length: int) -> N
         assert not new[:, :, now:].any()
 
 
+@pytest.mark.parametrize("plan", [Plan(4), GROWN, FIXED], ids=NAMES)
 @pytest.mark.parametrize("wrong", [set(), {2, 6, 7, 12}])
 def test_caches_after_blocks_equal_those_of_a_fresh_prefill(
-    monkeypatch: pytest.MonkeyPatch, plain: list[int], wrong: set[int]
+    monkeypatch: pytest.MonkeyPatch, plain: list[int], wrong: set[int], plan: Plan
 ) -> None:
     install_oracle(monkeypatch)
     draft = oracle(toy_draft(), PROMPT, corrupted(plain, wrong))
-    state, structure, sampling = start(toy(), draft, Request(PROMPT), 4)
+    state, structure, sampling = start(toy(), draft, Request(PROMPT), plan)
     text = [*PROMPT, *decided(state)]
     for _ in range(3):
         state = decode_round(toy(), draft, state, sampling, NO_EOS, structure=structure)
+        assert wrong or int(state.accepted[0]) >= 2
         text += decided(state)
-        fresh, _, _ = start(toy(), draft, Request(tuple(text)), 4)
+        fresh, _, _ = start(toy(), draft, Request(tuple(text)), plan)
         for ours, theirs in ((state.target_cache, fresh.target_cache), (state.draft_cache, fresh.draft_cache)):
             length = int(ours.lengths[0])
             assert length > len(PROMPT) - 1
@@ -222,8 +239,17 @@ def test_caches_after_blocks_equal_those_of_a_fresh_prefill(
     assert int(state.draft_cache.lengths[0]) == len(text) - 1 - int(state.count[0])
 
 
+def test_rows_that_are_done_do_not_prolong_the_rounds() -> None:
+    """Of a call of 8 rounds, those in which a row was running count: not the free row's, nor those after the end."""
+    request = Request(PROMPT, max_new_tokens=4)
+    one, structure, _ = start(toy(), None, request, Plan())
+    both = admit(empty_state(toy(), None, batch=2, cache_length=128, structure=structure), one, jnp.int32(0))
+    _, made = decode_rounds(toy(), None, both, sampling_of([request, request]), NO_EOS, structure=structure, rounds=8)
+    assert int(made.done) == 3
+
+
 def test_the_state_is_consumed_in_place() -> None:
-    state, structure, sampling = start(toy(), toy_draft(), Request(PROMPT), 4)
+    state, structure, sampling = start(toy(), toy_draft(), Request(PROMPT), Plan(4))
     caches = lambda s: [*s.target_cache.keys, *s.target_cache.values, *s.draft_cache.keys, *s.draft_cache.values]
     old = caches(state)
     pointers = {array.unsafe_buffer_pointer() for array in old}

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import chex
@@ -18,6 +19,7 @@ import pytest
 from absl.testing import parameterized
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax.baselines import Lookup
 from eagle3_jax.cache import commit, empty_cache
@@ -28,7 +30,8 @@ from eagle3_jax.sampling import Sampling, draw, target_distribution
 from eagle3_jax.target import Target
 from eagle3_jax.tree import FixedTree, TreeShape
 from eagle3_jax.verify import verify_greedy
-from tests.tiny_decoding import answers, random_tree
+from tests.tiny_decoding import answers as all_answers
+from tests.tiny_decoding import random_tree
 
 pytestmark = pytest.mark.property
 
@@ -44,8 +47,16 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @st.composite
-def cases(draw: st.DrawFn, vocab: int) -> tuple[list[Request], dict[str, Any], int, tuple[int, ...], int]:
-    """Requests, what is drafted, the batch, end-of-sequence ids, the kind of draft."""
+def forms(draw: st.DrawFn) -> dict[str, Any]:
+    """A fixed tree of any form."""
+    return {"tree": FixedTree(tuple(draw(st.integers(0, node)) for node in range(draw(st.integers(1, 8)))))}
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, vocab: int, shapes: st.SearchStrategy[dict[str, Any]]
+) -> tuple[list[Request], dict[str, Any], int, tuple[int, ...], int, int]:
+    """Requests, what is drafted, the batch, end-of-sequence ids, the kind of draft, and where a stop string lies."""
     rows = draw(st.integers(1, 4))
     sampled = draw(st.booleans())
     requests = [
@@ -58,7 +69,7 @@ def cases(draw: st.DrawFn, vocab: int) -> tuple[list[Request], dict[str, Any], i
         for _ in range(rows)
     ]
     eos = tuple(draw(st.lists(st.integers(0, vocab - 1), max_size=4)))
-    return requests, draw(st.sampled_from(SHAPES)), draw(st.sampled_from([1, 3])), eos, draw(st.integers(0, 2))
+    return requests, draw(shapes), draw(st.sampled_from([1, 3])), eos, draw(st.integers(0, 2)), draw(st.integers(0, 30))
 
 
 def spoilt(draft: Draft, kind: int) -> Draft:
@@ -72,12 +83,19 @@ def spoilt(draft: Draft, kind: int) -> Draft:
     return draft
 
 
-def check(target: Target, draft: Draft, case: Any) -> None:
-    requests, drafting, batch, eos, kind = case
-    if kind == 2 and not requests[0].temperature:
-        # An end that does come: a token of the first answer.
-        said = answers(target, None, requests[:1])[0].token_ids
-        eos = (*eos, said[len(said) // 2])
+def check(models: tuple[Target, Draft, PreTrainedTokenizerFast], case: Any) -> None:
+    target, draft, tokenizer = models
+    requests, drafting, batch, eos, kind, stop = case
+    if not requests[0].temperature:
+        said = all_answers(target, None, requests[:1])[0].token_ids
+        written = tokenizer.decode(said)
+        if kind == 2:
+            # An end that does come: a token of the first answer.
+            eos = (*eos, said[len(said) // 2])
+        elif stop + 3 <= len(written):
+            # So does a stop string, mostly over two tokens.
+            requests[0] = dataclasses.replace(requests[0], stop=(written[stop : stop + 3],))
+    answers = partial(all_answers, tokenizer=tokenizer)
     drafter: Any = spoilt(draft, kind)
     if "lookup_nodes" in drafting:
         drafter = Mixed(drafter, Lookup())
@@ -92,28 +110,33 @@ def check(target: Target, draft: Draft, case: Any) -> None:
         assert 1 <= len(answer.token_ids) <= request.max_new_tokens
         assert not set(answer.token_ids[:-1]) & set(eos)
         if answer.finish_reason == "stop":
-            assert answer.token_ids[-1] in eos
+            assert answer.token_ids[-1] in eos or answer.stopped_text is not None
     if requests[0].temperature == 0:
-        plain = answers(target, None, requests, batch=batch, eos=eos)
-        assert [(a.token_ids, a.finish_reason) for a in found] == [(a.token_ids, a.finish_reason) for a in plain]
+        ends = lambda found: [(a.token_ids, a.finish_reason, a.stopped_text) for a in found]
+        assert ends(found) == ends(answers(target, None, requests, batch=batch, eos=eos))
 
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=SLOW, derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=SLOW, derandomize=True)
 @given(data=st.data())
-def test_no_draft_shape_batch_or_limit_changes_a_text(models: tuple[Target, Draft], data: st.DataObject):
-    target, draft = models
-    check(target, draft, data.draw(cases(target.config.vocab_size)))
+def test_no_draft_shape_batch_or_limit_changes_a_text(models, data: st.DataObject):
+    check(models, data.draw(cases(models[0].config.vocab_size, st.sampled_from(SHAPES))))
 
 
 @pytest.mark.full
 @settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
-def test_no_draft_shape_batch_or_limit_changes_a_text_in_many_cases(models: tuple[Target, Draft], data: st.DataObject):
-    target, draft = models
-    check(target, draft, data.draw(cases(target.config.vocab_size)))
+def test_no_draft_shape_batch_or_limit_changes_a_text_in_many_cases(models, data: st.DataObject):
+    check(models, data.draw(cases(models[0].config.vocab_size, st.sampled_from(SHAPES))))
+
+
+@pytest.mark.full
+@settings(max_examples=25, deadline=None, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_no_tree_of_whatever_form_changes_a_text(models, data: st.DataObject):
+    check(models, data.draw(cases(models[0].config.vocab_size, forms())))
 
 
 class WithAndWithoutJit(chex.TestCase):

@@ -54,15 +54,20 @@ def smollm2() -> tuple[Target, Draft, list[Request], tuple[int, ...]]:
 
 @pytest.mark.smollm2
 @needs_target
-def test_the_shipped_draft_changes_nothing_and_is_accepted(smollm2):
+@pytest.mark.parametrize(
+    ("drafting", "accepted"),
+    [({"draft_length": 4}, 189 / 98), ({"tree": TreeShape(9, 4, 3)}, 189 / 76)],
+    ids=["chain", "tree"],
+)
+def test_the_shipped_draft_changes_nothing_and_is_accepted(smollm2, drafting: dict, accepted: float):
     target, draft, requests, eos = smollm2
     requests = requests[:3]
     plain = answers(target, None, requests, eos=eos)
-    chain = answers(target, draft, requests, draft_length=4, eos=eos)
-    assert [answer.token_ids for answer in chain] == [answer.token_ids for answer in plain]
+    drafted = answers(target, draft, requests, **drafting, eos=eos)
+    assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
     # What these weights gave when they were released; a change here is a change of the draft's wiring.
-    found = tau([len(a.token_ids) for a in chain], [a.verification_passes for a in chain])
-    assert found == pytest.approx(189 / 98, rel=0.01)
+    found = tau([len(a.token_ids) for a in drafted], [a.verification_passes for a in drafted])
+    assert found == pytest.approx(accepted, rel=0.01)
 
 
 def variants(target: Target, draft: Draft) -> dict[str, Draft]:

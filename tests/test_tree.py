@@ -163,9 +163,11 @@ def test_the_right_path_is_found_and_kept():
     """A draft that copies the target but for its head's noise is accepted beyond what a chain of it is."""
     requests = [Request(prompt, max_new_tokens=30) for prompt in prompts(6, 64, seed=5)]
     of = lambda found: tau([len(a.token_ids) for a in found], [a.verification_passes for a in found])
-    chain = of(answers(toy(), toy_draft(), requests, draft_length=3))
-    wide = of(answers(toy(), toy_draft(), requests, tree=TreeShape(40, 3, 8)))
-    assert wide > chain >= 1
+    chain = answers(toy(), toy_draft(), requests, draft_length=3)
+    wide = answers(toy(), toy_draft(), requests, tree=TreeShape(40, 3, 8))
+    assert of(wide) > of(chain) >= 1
+    plain = [answer.token_ids for answer in answers(toy(), None, requests)]
+    assert [answer.token_ids for answer in wide] == [answer.token_ids for answer in chain] == plain
 
 
 @pytest.mark.parametrize(

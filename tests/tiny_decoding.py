@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax import chain, drafters, generate
+from eagle3_jax import tree as tree_room
 from eagle3_jax.draft import Draft
 from eagle3_jax.drafters import Plan
 from eagle3_jax.engine import decode, pad_eos, prefill
@@ -25,6 +26,7 @@ from eagle3_jax.generate import DecodeState, Structure, decode_round
 from eagle3_jax.requests import Answer, Request, sampling_of, structure_for
 from eagle3_jax.sampling import Sampling, target_distribution
 from eagle3_jax.target import Target, target_forward, target_logits
+from eagle3_jax.tree import ancestor_mask
 from eagle3_jax.verify import Tree
 from tests import tiny
 
@@ -76,7 +78,10 @@ def answers(target: Target, draft: Draft | None, requests: Sequence[Request], **
 
 @struct.dataclass
 class Oracle(Draft):
-    """A draft that proposes `said[p]` for position p, whatever its weights would; its cache is kept as usual."""
+    """A draft that proposes `said[p]` for position p, whatever its weights would; its cache is kept as usual.
+
+    In a tree, the path to the last of the deepest nodes says that, and all other nodes something else.
+    """
 
     said: jax.Array
 
@@ -100,14 +105,30 @@ def install_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
         positions = cache.lengths[:, None] + 1 + jnp.arange(length, dtype=jnp.int32)[None]
         return chain.Proposal(tokens=jnp.take(draft.said, positions, mode="clip"), distribution=None, cache=cache)
 
+    def grow(real):
+        def propose_grown(draft, cache, taps, tokens, count, root, shape):
+            tree, ranks, cache = real(draft, cache, taps, tokens, count, root, shape)
+            if not isinstance(draft, Oracle):
+                return tree, ranks, cache
+            nodes = tree.tokens.shape[1]
+            last = jnp.argmax(tree.depths * nodes + jnp.arange(nodes, dtype=jnp.int32)[None], axis=1)
+            path = jnp.take_along_axis(ancestor_mask(tree, shape.depth), last[:, None, None], axis=1)[:, 0]
+            right = jnp.take(draft.said, cache.lengths[:, None] + tree.depths, mode="clip")
+            wrong = (right + 1 + ranks) % draft.embed.shape[0]
+            return dataclasses.replace(tree, tokens=jnp.where(path, right, wrong).at[:, 0].set(root)), ranks, cache
+
+        return propose_grown
+
     monkeypatch.setattr(drafters, "propose_chain", propose)
+    monkeypatch.setattr(drafters, "propose_tree", grow(tree_room.propose_tree))
+    monkeypatch.setattr(drafters, "propose_fixed", grow(tree_room.propose_fixed))
 
 
 def start(
-    target: Target, draft: Draft | None, request: Request, draft_length: int, *, cache_length: int = 128, eos: Any = ()
+    target: Target, draft: Draft | None, request: Request, plan: Plan, *, cache_length: int = 128, eos: Any = ()
 ) -> tuple[DecodeState, Structure, Sampling]:
     """A prefilled row with its structure and sampling values."""
-    structure = structure_for([request], Plan(draft_length))
+    structure = structure_for([request], plan)
     state = prefill(target, draft, request, pad_eos(eos), structure=structure, cache_length=cache_length)
     return state, structure, sampling_of([request])
 

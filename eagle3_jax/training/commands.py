@@ -17,13 +17,14 @@ import optax
 
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_draft, load_target, read_target_config, save_draft
+from eagle3_jax.commands import tree_shape
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import conditional_n_alpha, joint_n_alpha, tau
 from eagle3_jax.params import abstract_params
 from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl, read_lines
-from eagle3_jax.requests import Request, check_request
+from eagle3_jax.requests import Request, check_request, plan_for
 from eagle3_jax.tokenizer import decode as decode_text
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training import loop
@@ -91,7 +92,13 @@ def export(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Teacher-forced acceptance beside real decoding, on the same rows."""
+    """Teacher-forced acceptance of a chain beside real decoding, with a chain or a tree, on the same rows."""
+    tree = tree_shape(args)
+    if tree is not None and args.draft_length is not None:
+        raise InputError(
+            expected="either a chain (--draft-length) or a tree", found="both", remedy="Leave one of them out."
+        )
+    length = (args.draft_length or 5) if tree is None else tree.depth
     info = runtime.start(args.device, args.dtype, args.cache_dir)
     print(info, file=sys.stderr)
     folder = Path(args.target)
@@ -107,7 +114,9 @@ def evaluate(args: argparse.Namespace) -> int:
     packed = pack(encoded, row_length=row_length, seed=0)
     check_tokens(packed, target.config.vocab_size)
     rows = Rows(packed)
-    forced = loop.evaluate_rows(target, draft, rows, args.draft_length)
+    drafting: dict[str, Any] = {"draft_length": length} if tree is None else {"tree": tree}
+    plan_for(target.config, draft, **drafting)
+    forced = loop.evaluate_rows(target, draft, rows, length)
     requests = []
     for index, document in enumerate(encoded):
         start = int((document.spans > 0).argmax())
@@ -115,7 +124,7 @@ def evaluate(args: argparse.Namespace) -> int:
         check_request(request, target.config, f"the prompt of document {index + 1} of {args.data}")
         requests.append(request)
     answers = []
-    for event in decode(target, draft, requests, draft_length=args.draft_length, eos=eos_ids(folder, tokenizer)):
+    for event in decode(target, draft, requests, **drafting, eos=eos_ids(folder, tokenizer)):
         if event.answer is not None:
             answers.append(event.answer)
             print(f"\rdecoded {len(answers)}/{len(requests)}", end="", file=sys.stderr, flush=True)
@@ -125,18 +134,18 @@ def evaluate(args: argparse.Namespace) -> int:
     real = tau([len(answer.token_ids) for answer in answers], [answer.verification_passes for answer in answers])
     result: dict[str, Any] = {
         "rows": len(encoded),
-        "draft_length": args.draft_length,
+        "draft_length": length,
         "teacher_forced": forced | {"tau": promised},
         "decoding": {
             "tau": real,
-            "joint": joint_n_alpha(accepted, args.draft_length),
-            "conditional": conditional_n_alpha(accepted, args.draft_length),
+            "joint": joint_n_alpha(accepted, length),
+            "conditional": conditional_n_alpha(accepted, length),
         },
     }
     if args.json:
         print(json.dumps(result))
     else:
-        print(f"{'':<16}{'tau':>6}  joint acceptance of drafts 1..{args.draft_length} | conditional")
+        print(f"{'':<16}{'tau':>6}  joint acceptance of drafts 1..{length} | conditional")
         for name in ("teacher_forced", "decoding"):
             part = result[name]
             shown = " | ".join(loop.shown(part[key]) for key in ("joint", "conditional"))
