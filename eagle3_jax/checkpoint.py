@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
@@ -33,6 +34,7 @@ from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.params import ParamSpec, is_spec
+from eagle3_jax.sharding import shardings
 from eagle3_jax.target import Target, target_specs
 from eagle3_jax.vocab import vocab_from_offsets, vocab_offsets
 
@@ -109,11 +111,15 @@ class SafetensorsFile:
             )
         return np.dtype(DTYPES[code])
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def view(self, name: str) -> np.ndarray:
+        """A tensor where the file is mapped: only what is read of it is read from disk."""
         start, stop = self._entries[name]["data_offsets"]
         flat = np.frombuffer(self._map, np.uint8, stop - start, self._start + start)
+        return flat.view(self.dtype(name)).reshape(self.shape(name))
+
+    def __getitem__(self, name: str) -> np.ndarray:
         # A copy, so that no array depends on the file staying as it is.
-        return flat.view(self.dtype(name)).reshape(self.shape(name)).copy()
+        return self.view(name).copy()
 
     def row(self, name: str, index: int) -> np.ndarray:
         """A copy of `self[name][index]`, index from 0, that reads no more of the file than this."""
@@ -213,8 +219,9 @@ def _load_tree(
     where: Path,
     derived: Mapping[str, str],
     decides: Mapping[str, str] = MappingProxyType({}),
+    mesh: Mesh | None = None,
 ) -> tuple[Any, set[str]]:
-    """Load every spec's tensor.
+    """Load every spec's tensor; on a mesh each process reads what its devices hold.
 
     `derived` maps tensors that may be absent to the rule that replaces them, `decides` tensors to the key of the config
     that their shape follows from.
@@ -240,7 +247,13 @@ def _load_tree(
     def load(spec: ParamSpec) -> jax.Array | None:
         if spec.name not in files:
             return None
-        return jnp.asarray(files[spec.name][spec.name].reshape(spec.shape), dtype)
+        if mesh is None:
+            return jnp.asarray(files[spec.name][spec.name].reshape(spec.shape), dtype)
+        whole = files[spec.name].view(spec.name).reshape(spec.shape)
+        # `astype` copies, so that no array depends on the file staying as it is.
+        return jax.make_array_from_callback(
+            spec.shape, shardings(spec, mesh), lambda part: whole[part].astype(jnp.dtype(dtype))
+        )
 
     return jax.tree.unflatten(treedef, [load(spec) for spec in leaves]), {spec.name for spec in leaves}
 
@@ -265,12 +278,13 @@ def read_target_config(folder: Path) -> TargetConfig:
     return TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
 
 
-def load_target(folder: Path, dtype: DTypeLike = jnp.float32) -> Target:
+def load_target(folder: Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Target:
     """Load a HuggingFace LLaMA folder.
 
     Args:
       folder: config.json with model.safetensors or shards, in fp32, fp16 or bf16.
       dtype: of the parameters in memory.
+      mesh: where to; None is jax's default device.
 
     Raises:
       InputError: see `open_tensors` and `TargetConfig.from_hf`; a missing, unread or misshapen tensor.
@@ -290,7 +304,7 @@ def load_target(folder: Path, dtype: DTypeLike = jnp.float32) -> Target:
                 folder, head.name,
             )  # fmt: skip
         files = {name: file for name, file in files.items() if name != head.name}
-    params, read = _load_tree(specs, files, dtype, folder, {head.name: "tied embedding"} if tied else {})
+    params, read = _load_tree(specs, files, dtype, folder, {head.name: "tied embedding"} if tied else {}, mesh=mesh)
     # Old exports hold the rotary table, which follows from the config.
     _refuse_unread(files, read, folder, lambda name: name.endswith("rotary_emb.inv_freq"))
     if tied:

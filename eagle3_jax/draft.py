@@ -18,6 +18,7 @@ from eagle3_jax.attention import Segment, attend, training_time_test_attend
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.layers import linear, rms_norm, rope_table, rotate, swiglu
 from eagle3_jax.params import ParamSpec
+from eagle3_jax.sharding import constrain
 from eagle3_jax.vocab import DraftVocab
 
 
@@ -127,7 +128,7 @@ def fuse(draft: Draft, taps: jax.Array) -> jax.Array:
             parts = jnp.split(taps, len(config.taps), axis=-1)
             parts = [rms_norm(part, weight, config.rms_norm_eps) for part, weight in zip(parts, params.fc_norm)]
             taps = jnp.concatenate(parts, axis=-1)
-        return linear(taps, params.fc)
+        return constrain(linear(taps, params.fc), "batch", None, None)
 
 
 def embed_tokens(draft: Draft, tokens: jax.Array) -> jax.Array:
@@ -154,7 +155,8 @@ def _output(draft: Draft, residual: jax.Array, attended: jax.Array) -> jax.Array
     params, eps = draft.params, draft.config.rms_norm_eps
     x = residual + linear(attended, params.o)
     x = x + swiglu(rms_norm(x, params.post_norm, eps), params.gate, params.up, params.down)
-    return rms_norm(x, params.norm, eps) if draft.config.norm_output else x
+    x = rms_norm(x, params.norm, eps) if draft.config.norm_output else x
+    return constrain(x, "batch", None, None)
 
 
 def draft_step(

@@ -19,6 +19,7 @@ from eagle3_jax.cache import KVCache
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers import linear, rms_norm, rope_table, rotate, swiglu
 from eagle3_jax.params import ParamSpec
+from eagle3_jax.sharding import constrain
 
 
 @struct.dataclass
@@ -177,7 +178,8 @@ def _layer(
     """One layer; jitted so that it is traced once for all layers, which the compiler then inlines."""
     attended, k, v = _attention_block(layer, rms_norm(x, layer.input_norm, eps), table, segments, mask, backend)
     x = x + attended
-    return x + _mlp_block(layer, rms_norm(x, layer.post_norm, eps)), k, v
+    x = x + _mlp_block(layer, rms_norm(x, layer.post_norm, eps))
+    return constrain(x, "batch", None, None), k, v
 
 
 def target_forward(
@@ -210,7 +212,7 @@ def target_forward(
     table = rope_table(config.rope, config.head_dim, positions)
     with jax.named_scope("embed"):
         # mode="clip": token ids are checked on the host; NaN for a bad one would only hide where it came from.
-        x = jnp.take(params.embed, tokens, axis=0, mode="clip")
+        x = constrain(jnp.take(params.embed, tokens, axis=0, mode="clip"), "batch", None, None)
     tapped, keys, values = {}, [], []
     for index, layer in enumerate(params.layers):
         tapped[index] = x

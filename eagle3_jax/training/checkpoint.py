@@ -30,7 +30,7 @@ _README = """A training run of eagle3_jax.
 The draft that engines load: `eagle3-jax export {folder} DST`.
 """
 # A run may be resumed with other values of these; every other field decides what the numbers would have been.
-_FREE_FIELDS = ("output", "eval_every", "save_every", "log_every", "keep")
+_FREE_FIELDS = ("output", "eval_every", "save_every", "log_every", "keep", "mesh", "slices")
 
 
 class RunFolder:
@@ -198,5 +198,5 @@ def _joint(metrics: dict[str, float | None]) -> float:
 
 
 def abstract_state(state: TrainState) -> TrainState:
-    """Shapes and types of a state, to restore into."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
+    """Shapes, types and places of a state, to restore into."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), state)

@@ -46,6 +46,8 @@ class TrainConfig:
       final_learning_rate: what the cosine decays to at the last update.
       betas, weight_decay, clip: AdamW's, and the bound on the global gradient norm.
       compute_dtype: float32 or bfloat16, of activations and products; weights and optimiser stay in fp32.
+      mesh: sizes of the axes data, fsdp and tensor of the mesh (see `sharding`), within a slice; empty uses one device.
+      slices: TPU slices, or nodes, that a slower network joins; each has a copy of the weights.
       seed: of the initial weights and the order of rows.
       eval_every, save_every, log_every: in updates.
       keep: checkpoints kept besides the best.
@@ -77,6 +79,8 @@ class TrainConfig:
     weight_decay: float = 0.0
     clip: float = 0.5
     compute_dtype: str = "float32"
+    mesh: tuple[int, ...] = ()
+    slices: int = 1
     seed: int = 0
     eval_every: int = 200
     save_every: int = 200
@@ -127,6 +131,19 @@ class TrainConfig:
             self.compute_dtype in ("float32", "bfloat16"), "compute_dtype", "float32 or bfloat16", self.compute_dtype
         )
         self._require(self.supervise in ("replies", "all"), "supervise", "replies or all", self.supervise)
+        self._require(
+            (not self.mesh and self.slices == 1) or (len(self.mesh) == 3 and min(self.mesh) >= 1 and self.slices >= 1),
+            "mesh",
+            "three sizes of at least 1 (data, fsdp, tensor), and slices only with a mesh",
+            f"{self.mesh} and {self.slices} slices",
+        )
+        parts = self.slices * math.prod(self.mesh[:2])
+        self._require(
+            self.batch_rows % parts == 0,
+            "batch_rows",
+            f"a multiple of the {parts} parts that slices, data and fsdp split a batch into",
+            str(self.batch_rows),
+        )
         self._require(bool(self.data or self.features), "data", "data files, or folders of features", "neither")
         counts = ("row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep")
         for name in (*counts, "draft_vocab_size"):

@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from eagle3_jax.sampling import most_likely
+from eagle3_jax.sharding import batch_axes
 
 HEAD_CHUNK = 256  # tokens whose logits exist at one time
 
@@ -68,8 +70,18 @@ def _wanted_first(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.argsort(~used, stable=True).astype(jnp.int32), jnp.sum(used, dtype=jnp.int32)
 
 
+def _over(axis: str | None, combine: Any, values: jax.Array) -> jax.Array:
+    """Combine what the devices along an axis of the mesh have; nothing without one."""
+    return values if axis is None else combine(values, axis)
+
+
 def _chunk(
-    hidden: jax.Array, head: jax.Array, label_hidden: jax.Array, label_head: jax.Array, weights: jax.Array | None
+    hidden: jax.Array,
+    head: jax.Array,
+    label_hidden: jax.Array,
+    label_head: jax.Array,
+    weights: jax.Array | None,
+    columns: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """All steps of one chunk of c tokens.
 
@@ -81,25 +93,37 @@ def _chunk(
       label_hidden: [c + S - 1, D], of the positions that the chunk's labels lie at.
       label_head: [C, D].
       weights: [S, c]; None asks for no gradient.
+      columns: the axis of the mesh over which the vocabulary is split, each device holding C of it; or None.
 
     Returns:
       cross-entropy [S, c], guesses [S, c] int32, weighted gradient of the logits [S, c, C] in hidden's dtype.
     """
     steps, length, _ = hidden.shape
     product = partial(jnp.einsum, "MD,CD->MC", preferred_element_type=jnp.float32)
-    labels = jax.nn.softmax(product(label_hidden, label_head), axis=-1)
+    largest = lambda values: _over(columns, jax.lax.pmax, jnp.max(values, axis=-1, keepdims=True))
+    whole = lambda values: _over(columns, jax.lax.psum, jnp.sum(values, axis=-1, keepdims=True))
+    labels = product(label_hidden, label_head)
+    labels = jnp.exp(labels - largest(labels))
+    labels = labels / whole(labels)
 
     def one(_: None, item: tuple[jax.Array, jax.Array, jax.Array | None]):
         step, part, weight = item
         logits = product(part, head)
         label = jax.lax.dynamic_slice_in_dim(labels, step, length, axis=0)
-        shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-        total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))
-        loss = total[:, 0] - jnp.sum(label * shifted, axis=-1)
+        top = largest(logits)
+        shifted = logits - top
+        total = jnp.log(whole(jnp.exp(shifted)))
+        loss = (total - whole(label * shifted))[:, 0]
+        guess = most_likely(logits)
+        if columns is not None:
+            # The lowest id of those that are the largest anywhere.
+            guess = guess + jax.lax.axis_index(columns).astype(jnp.int32) * logits.shape[-1]
+            mine = jnp.max(logits, axis=-1) == top[:, 0]
+            guess = jax.lax.pmin(jnp.where(mine, guess, jnp.iinfo(jnp.int32).max), columns)
         if weight is None:
-            return None, (loss, most_likely(logits), None)
+            return None, (loss, guess, None)
         gradient = (jnp.exp(shifted - total) - label) * weight[:, None]
-        return None, (loss, most_likely(logits), gradient.astype(part.dtype))
+        return None, (loss, guess, gradient.astype(part.dtype))
 
     return jax.lax.scan(one, None, (jnp.arange(steps), hidden, weights))[1]
 
@@ -113,7 +137,47 @@ def _sweep(
     wanted: jax.Array,
     gradients: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """`soft_cross_entropy`, and with `gradients` those with respect to `hidden` and `head`."""
+    """`soft_cross_entropy`, and with `gradients` those with respect to `hidden` and `head`.
+
+    On a mesh each device sweeps its own rows, over its own part of the vocabulary: moving tokens between devices to
+    pack the wanted ones would cost more than it saves.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _own_sweep(hidden, head, label_hidden, label_head, weights, wanted, gradients, None)
+    rows = batch_axes(mesh.shape)
+    split = mesh.shape["tensor"] > 1 and head.shape[0] % mesh.shape["tensor"] == 0
+    columns = "tensor" if split else None
+
+    def own(hidden, head, label_hidden, label_head, weights, wanted):
+        total, losses, guesses, found = _own_sweep(
+            hidden, head, label_hidden, label_head, weights, wanted, gradients, columns
+        )
+        if rows:
+            total = jax.lax.psum(total, rows)
+            found = found and (found[0], jax.lax.psum(found[1], rows))
+        return total, losses, guesses, found
+
+    by_slot, by_column = PartitionSpec(None, rows), PartitionSpec(columns)
+    return jax.shard_map(
+        own,
+        in_specs=(by_slot, by_column, PartitionSpec(rows), by_column, by_slot, by_slot),
+        out_specs=(PartitionSpec(), by_slot, by_slot, (by_slot, by_column) if gradients else None),
+        check_vma=False,
+    )(hidden, head, label_hidden, label_head, weights, wanted)
+
+
+def _own_sweep(
+    hidden: jax.Array,
+    head: jax.Array,
+    label_hidden: jax.Array,
+    label_head: jax.Array,
+    weights: jax.Array,
+    wanted: jax.Array,
+    gradients: bool,
+    columns: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """The sweep of one device; `columns` as in `_chunk`."""
     steps, tokens, width = hidden.shape
     # Equal chunks of at most HEAD_CHUNK tokens, the last one padded.
     count = ceil_div(tokens, HEAD_CHUNK)
@@ -146,7 +210,7 @@ def _sweep(
     def body(index: jax.Array, done: tuple) -> tuple:
         window = jax.lax.dynamic_slice_in_dim(labels, index * length + 1, length + steps - 1, axis=0)
         loss, guess, logit_gradient = _chunk(
-            parts[index], narrow, window, label_head, shares[index] if gradients else None
+            parts[index], narrow, window, label_head, shares[index] if gradients else None, columns
         )
         losses, guesses, *rest = done
         done = (losses.at[index].set(loss), guesses.at[index].set(guess))
@@ -155,6 +219,7 @@ def _sweep(
         assert logit_gradient is not None
         flat = logit_gradient.reshape(steps * length, -1)
         hidden_gradient = jnp.einsum("MC,CD->MD", flat, narrow, preferred_element_type=jnp.float32)
+        hidden_gradient = _over(columns, jax.lax.psum, hidden_gradient)
         head_gradient = jnp.einsum("DM,MC->DC", across[index], flat, preferred_element_type=jnp.float32)
         mine = hidden_gradient.astype(hidden.dtype).reshape(steps, length, width)
         return (*done, rest[0].at[index].set(mine), rest[1] + head_gradient)

@@ -18,13 +18,15 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from eagle3_jax.checkpoint import fingerprint, load_draft, load_target
-from eagle3_jax.draft import Draft
+from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import teacher_forced
-from eagle3_jax.params import count_params
-from eagle3_jax.target import Target
+from eagle3_jax.params import ParamSpec, count_params
+from eagle3_jax.sharding import entered, make_mesh, put_batch, replicated, shardings, unsplit
+from eagle3_jax.target import Target, target_specs
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig, check_row_length, check_taps
@@ -166,12 +168,13 @@ class _Setup:
     train_order: np.ndarray
     held_out: np.ndarray
     online: bool
+    mesh: Mesh | None = None
 
 
-def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
+def _prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None) -> _Setup:
     """Load the target and the rows; make the draft, or take the run's vocabulary when there is a run."""
     folder = Path(config.target)
-    target = load_target(folder)
+    target = load_target(folder, mesh=mesh)
     taps = config.taps or target.config.default_taps
     check_taps(taps, target.config.num_layers)
     check_row_length(config.row_length, target.config.context_limit)
@@ -204,22 +207,36 @@ def _prepare(config: TrainConfig, run: RunFolder) -> _Setup:
     else:
         scales = np.ones(len(taps))
         if run.latest() is None:
-            scales = _measure_scales(config, target, taps, rows, train_order)
+            scales = _measure_scales(config, target, taps, rows, train_order, mesh)
             logger.info("typical RMS of the taps %s: %s", list(taps), shown(scales.tolist()))
         params = initial_params(draft_config, target, vocab, scales, jax.random.key(config.seed))
+    head = label_head(target, vocab)
+    if mesh is not None:
+        specs = draft_specs(draft_config)
+        for note in unsplit((target_specs(target.config), specs), mesh):
+            logger.info("%s", note)
+        params = jax.device_put(params, shardings(specs, mesh))
+        vocab = jax.device_put(vocab, replicated(mesh))
+        assert isinstance(specs.lm_head, ParamSpec)
+        head = jax.device_put(head, shardings(specs.lm_head, mesh))
     draft = Draft(params=params, vocab=vocab, embed=target.params.embed, config=draft_config)
-    return _Setup(target, draft, Teacher(label_head=label_head(target, vocab)), rows, train_order, held_out, online)
+    return _Setup(target, draft, Teacher(label_head=head), rows, train_order, held_out, online, mesh)
 
 
 def _measure_scales(
-    config: TrainConfig, target: Target, taps: tuple[int, ...], rows: RowSource, order: np.ndarray
+    config: TrainConfig,
+    target: Target,
+    taps: tuple[int, ...],
+    rows: RowSource,
+    order: np.ndarray,
+    mesh: Mesh | None,
 ) -> np.ndarray:
     """Typical RMS of each tap [A] over the first rows, a batch at a time where the target runs for it."""
     parts = []
-    for start in range(0, min(SCALE_ROWS, order.size), config.batch_rows):
+    for start in range(0, min(SCALE_ROWS, order.size // config.batch_rows * config.batch_rows), config.batch_rows):
         part = stack_rows([rows[int(index)] for index in order[start : start + config.batch_rows]])
         if not config.features:
-            arrays = {name: jnp.asarray(array) for name, array in part.items()}
+            arrays = put_batch({name: jnp.asarray(array) for name, array in part.items()}, mesh)
             part = {name: np.asarray(array) for name, array in features_in_loop(target, taps, arrays).items()}
         parts.append({name: part[name] for name in ("taps", "documents")})
     whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -227,7 +244,7 @@ def _measure_scales(
 
 
 def _batch(setup: _Setup, rows: dict[str, np.ndarray]) -> Batch:
-    arrays = {name: jnp.asarray(array) for name, array in rows.items()}
+    arrays = put_batch({name: jnp.asarray(array) for name, array in rows.items()}, setup.mesh)
     if setup.online:
         arrays = features_in_loop(setup.target, setup.draft.config.taps, arrays)
     return Batch(**arrays)
@@ -274,8 +291,14 @@ def train(config: TrainConfig, profile: Path | None = None) -> Result:
       InputError: see `TrainConfig.check`, the data and the target; an existing run of another config.
     """
     config.check()
+    mesh = make_mesh(config.mesh, slices=config.slices) if config.mesh else None
+    with entered(mesh):
+        return _train(config, profile, mesh)
+
+
+def _train(config: TrainConfig, profile: Path | None, mesh: Mesh | None) -> Result:
     run = RunFolder(Path(config.output), keep=config.keep, writes=True)
-    setup = _prepare(config, run)
+    setup = _prepare(config, run, mesh)
     schedule = config.learning_rates()
     optimizer = make_optimizer(schedule, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip)
     state = TrainState(
@@ -320,7 +343,7 @@ def train(config: TrainConfig, profile: Path | None = None) -> Result:
             micro = []
             for start in range(0, per_update, config.batch_rows):
                 micro.append(_batch(setup, stack_rows(rows[start : start + config.batch_rows])))
-            batches = jax.tree.map(lambda *arrays: jnp.stack(arrays), *micro)
+            batches = put_batch(jax.tree.map(lambda *arrays: jnp.stack(arrays), *micro), mesh, before=1)
             state, sums, norms = step(state, batches, model, setup.teacher, steps=steps)
             if tracing and (update + 1 in (first + 2 * PROFILED, config.updates) or interrupt.asked):
                 jax.block_until_ready(state)

@@ -12,8 +12,9 @@ import optax
 from flax import struct
 from jax.typing import DTypeLike
 
-from eagle3_jax.draft import Draft, DraftParams
+from eagle3_jax.draft import Draft, DraftParams, draft_specs
 from eagle3_jax.sampling import most_likely
+from eagle3_jax.sharding import constrain, constrain_params
 from eagle3_jax.target import Target, target_forward
 from eagle3_jax.training.head import ceil_div
 from eagle3_jax.training.loss import (
@@ -83,16 +84,17 @@ def target_features(
     """
     out = target_forward(target, tokens, positions, document_mask(documents), taps=taps)
     rows, length, width = out.hidden.shape
-    total = rows * length
-    chunks = ceil_div(total, ARGMAX_CHUNK)
-    flat = jnp.pad(out.hidden.reshape(total, width), ((0, -total % chunks), (0, 0)))
-    parts = flat.reshape(chunks, -1, width)
+    # Chunks of columns, not of rows, which a mesh splits.
+    chunks = min(length, ceil_div(rows * length, ARGMAX_CHUNK))
+    padded = jnp.pad(out.hidden, ((0, 0), (0, -length % chunks), (0, 0)))
+    parts = jnp.moveaxis(padded.reshape(rows, chunks, -1, width), 1, 0)
 
     def argmax(part: jax.Array) -> jax.Array:
-        logits = jnp.einsum("MD,VD->MV", part, target.params.lm_head, preferred_element_type=jnp.float32)
+        part = constrain(part, "batch", None, None)
+        logits = jnp.einsum("BMD,VD->BMV", part, target.params.lm_head, preferred_element_type=jnp.float32)
         return most_likely(logits)
 
-    return out.taps, out.hidden, jax.lax.map(argmax, parts).reshape(-1)[:total].reshape(rows, length)
+    return out.taps, out.hidden, jnp.moveaxis(jax.lax.map(argmax, parts), 0, 1).reshape(rows, -1)[:, :length]
 
 
 def make_train_step(optimizer: optax.GradientTransformation, *, decay: float, compute: DTypeLike = jnp.float32):
@@ -130,8 +132,10 @@ def make_train_step(optimizer: optax.GradientTransformation, *, decay: float, co
             )
             return jax.tree.map(jnp.add, gradient, new), sums
 
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        specs = draft_specs(model.config)
+        zeros = constrain_params(jax.tree.map(jnp.zeros_like, state.params), specs)
         gradient, every = jax.lax.scan(micro, zeros, (batches, slots))
+        gradient = constrain_params(gradient, specs)
         sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), every)
         norm = optax.tree.norm(gradient)
         good = jnp.isfinite(norm) & (trained[0] > 0)
@@ -141,7 +145,7 @@ def make_train_step(optimizer: optax.GradientTransformation, *, decay: float, co
         params = optax.apply_updates(cast(Any, state.params), changes)
         keep = lambda new, old: jax.tree.map(partial(jnp.where, good), new, old)
         state = TrainState(
-            params=keep(params, state.params),
+            params=constrain_params(keep(params, state.params), specs),
             opt_state=keep(opt_state, state.opt_state),
             update=state.update + 1,
             skipped=state.skipped + jnp.where(good, 0, 1).astype(jnp.int32),

@@ -1,0 +1,196 @@
+"""What is checked on eight fake devices, in a process of its own: `python -m tests.on_eight_devices CHECK FOLDER`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from eagle3_jax.checkpoint import load_target
+from eagle3_jax.draft import draft_specs
+from eagle3_jax.sharding import entered, make_mesh, put_batch, replicated, shardings
+from eagle3_jax.target import Target
+from eagle3_jax.training import loop
+from eagle3_jax.training.checkpoint import RunFolder
+from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.loss import find_slots, training_time_test_loss
+from eagle3_jax.training.start import label_head
+from eagle3_jax.training.step import Teacher, TrainState, make_train_step, target_features
+from tests import tiny
+
+MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)]
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 128}
+STEPS = 3
+
+
+def models(folder: Path, mesh: Any = None) -> tuple[Target, Any]:
+    """The target from its folder and a random draft, placed on the mesh."""
+    target = load_target(folder, mesh=mesh)
+    draft = tiny.draft(load_target(folder))
+    if mesh is not None:
+        draft = draft.replace(
+            params=jax.device_put(draft.params, shardings(draft_specs(draft.config), mesh)),
+            vocab=jax.device_put(draft.vocab, replicated(mesh)),
+            embed=target.params.embed,
+        )
+    return target, draft
+
+
+def batch_of(target: Target, draft: Any, mesh: Any, rows: int = 8, seed: int = 0) -> Any:
+    """Rows of two documents whose replies lie elsewhere in each row, with the target's own features."""
+    documents = np.ones((rows, 24), np.int32)
+    documents[:, 11:] = 2
+    spans = np.zeros((rows, 24), np.int32)
+    for row in range(rows):
+        spans[row, 2 + row % 5 : 11] = 1
+        spans[row, 15 : 24 - row % 4] = 2
+    batch = tiny.training_batch(draft, documents, spans, seed)
+    rows_of = put_batch((batch.tokens, batch.documents, batch.positions), mesh)
+    taps, hidden, argmax = target_features(target, *rows_of, taps=draft.config.taps)
+    return dataclasses.replace(put_batch(batch, mesh), taps=taps, hidden=hidden, argmax=argmax)
+
+
+def close(one: Any, other: Any, tolerance: float) -> None:
+    """Every array within a tolerance relative to its maximum."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        expected = np.asarray(b)
+        np.testing.assert_allclose(
+            np.asarray(a), expected, atol=tolerance * max(np.abs(expected).max(), 1e-30), rtol=0,
+            err_msg=jax.tree_util.keystr(path),
+        )  # fmt: skip
+
+
+def gradients(folder: Path, mesh: Any) -> Any:
+    """Features, loss, sums of metrics and gradients of one batch."""
+    target, draft = models(folder, mesh)
+    batch = batch_of(target, draft, mesh)
+    slots = find_slots(batch.spans, batch.argmax, draft.vocab.t2d, STEPS)
+
+    @jax.jit
+    def run(params: Any, draft: Any, batch: Any, head: jax.Array, slots: Any) -> Any:
+        weights = jnp.asarray([0.05, 0.04, 0.03], jnp.float32)
+        loss = lambda params: training_time_test_loss(draft.replace(params=params), batch, head, slots, weights)
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (loss, sums), gradient = run(draft.params, draft, batch, label_head(target, draft.vocab), slots)
+    return (batch.taps, batch.hidden, loss, sums, gradient), batch.argmax
+
+
+def updates(folder: Path, mesh: Any, count: int) -> tuple[Any, list[float], TrainState]:
+    """Parameters and losses after some updates of two micro-batches each."""
+    target, draft = models(folder, mesh)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3, eps=1e-3))
+    state = TrainState(draft.params, optimizer.init(draft.params), jnp.int32(0), jnp.int32(0))
+    step, teacher = make_train_step(optimizer, decay=0.8), Teacher(label_head(target, draft.vocab))
+    losses = []
+    for update in range(count):
+        micro = [batch_of(target, draft, mesh, seed=2 * update + part) for part in range(2)]
+        batches = put_batch(jax.tree.map(lambda *parts: jnp.stack(parts), *micro), mesh, before=1)
+        state, sums, _ = step(state, batches, dataclasses.replace(draft, params=None), teacher, steps=STEPS)
+        losses.append(float((sums.cross_entropy / sums.trained).sum()))
+    return state.params, losses, state
+
+
+def held(tree: Any) -> list[int]:
+    """Bytes of a tree on each device."""
+    found = dict.fromkeys(range(8), 0)
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            found[shard.device.id] += shard.data.nbytes
+    return list(found.values())
+
+
+def check_gradients(folder: Path) -> None:
+    """Loss, metrics and gradients on every mesh as on one device; large arrays really split."""
+    alone, argmax = gradients(folder, None)
+    assert float(alone[3].trained[0]) > 20
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(models(folder)[0].params))
+    for sizes in MESHES:
+        mesh = make_mesh(sizes)
+        with entered(mesh):
+            found, said = gradients(folder, mesh)
+            close(found, alone, 1e-5)
+            np.testing.assert_array_equal(said, argmax)
+            target, draft = models(folder, mesh)
+        print(sizes, "target: bytes on each device", held(target.params), "of", whole)
+        parts = sizes[1] * sizes[2]
+        for path, leaf in jax.tree.leaves_with_path((target.params, draft.params)):
+            split = leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+            assert split == (parts > 1 and leaf.ndim > 1), jax.tree_util.keystr(path)
+        assert max(held(target.params)) < 1.1 * whole / parts if parts > 1 else min(held(target.params)) == whole
+
+
+def check_updates(folder: Path) -> None:
+    """Parameters after 5 updates, and 20 losses, on every mesh as on one device."""
+    after_five, _, _ = updates(folder, None, 5)
+    _, losses, _ = updates(folder, None, 20)
+    for sizes in MESHES:
+        mesh = make_mesh(sizes)
+        with entered(mesh):
+            found, _, state = updates(folder, mesh, 5)
+            close(found, after_five, 1e-5)
+            for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(models(folder, mesh)[1].params)):
+                assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+            np.testing.assert_allclose(updates(folder, mesh, 20)[1], losses, rtol=1e-4)
+
+
+class Stopped(Exception):
+    """The end of a run that is to be resumed."""
+
+
+def check_runs(folder: Path) -> None:
+    """A run that was saved on one mesh goes on, on another and on none, as the run of one device."""
+    config = TrainConfig(
+        target=str(folder), output="", data=(str(folder / "rows.jsonl"),), draft_vocab_size=96, taps=(0, 3, 8),
+        row_length=48, batch_rows=8, held_out_rows=8, updates=6, schedule=((6, 2),), learning_rate=1e-3, warmup=1,
+        eval_every=6, save_every=3, log_every=1,
+    )  # fmt: skip
+    logged = lambda name: [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    losses = lambda name: [entry["loss"] for entry in logged(name) if "loss" in entry]
+    loop.train(dataclasses.replace(config, output=str(folder / "alone")))
+    save = RunFolder.save
+
+    def save_and_stop(run: RunFolder, state: TrainState, joint: float | None = None) -> None:
+        save(run, state, joint)
+        raise Stopped
+
+    split = dataclasses.replace(config, output=str(folder / "split"), mesh=(8, 1, 1))
+    RunFolder.save = save_and_stop
+    try:
+        loop.train(split)
+        raise AssertionError("the run was not stopped")
+    except Stopped:
+        RunFolder.save = save
+    shutil.copytree(folder / "split", folder / "whole")
+    plain = RunFolder(folder / "split").manager.restore(3)
+    mesh = make_mesh((2, 2, 2))
+    with entered(mesh):
+        _, draft = models(folder, mesh)
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), draft.params)
+        moved = RunFolder(folder / "split").restore({**plain, "params": params}, 3)
+    for (path, one), two in zip(jax.tree.leaves_with_path(moved["params"]), jax.tree.leaves(plain["params"])):
+        np.testing.assert_array_equal(one, two, err_msg=jax.tree_util.keystr(path))
+    loop.train(dataclasses.replace(split, mesh=(2, 2, 2)))
+    loop.train(dataclasses.replace(split, mesh=(), output=str(folder / "whole")))
+    assert len(losses("alone")) == 6
+    assert losses("alone")[-1] < losses("alone")[0]
+    for name in ("split", "whole"):
+        np.testing.assert_allclose(losses(name), losses("alone"), rtol=1e-5, err_msg=name)
+        one, other = (logged(which)[-1]["held_out"]["cross_entropy"] for which in (name, "alone"))
+        np.testing.assert_allclose(one, other, rtol=1e-5, err_msg=name)
+
+
+if __name__ == "__main__":
+    chex.set_n_cpu_devices(8)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    {"gradients": check_gradients, "updates": check_updates, "runs": check_runs}[sys.argv[1]](Path(sys.argv[2]))
