@@ -1,4 +1,4 @@
-"""Grouped-query attention over explicit segments, and the attention of training-time test.
+"""Grouped-query attention over explicit segments, and the attention of packed rows and training-time test.
 
 A segment is a run of keys with its own mask: the committed cache, the block being verified, the rows drafted so far
 in this round. One softmax runs over all of them, so nothing has to be copied into one buffer first.
@@ -20,6 +20,7 @@ from eagle3_jax.layers import contract
 # Who computes the target's attention: the products below, which run anywhere, or jax.nn.dot_product_attention, whose
 # "cudnn" is a fused kernel for NVIDIA GPUs in bf16 or fp16 and whose "xla" is the same call for any device.
 BACKENDS = ("einsum", "xla", "cudnn")
+QUERY_CHUNK = 512  # queries of a packed row whose scores exist at one time
 MASKED = -1e30  # finite, so that a query with every key masked, as in padding, gives a mean of the values and not NaN
 
 
@@ -93,40 +94,91 @@ def _library_attention(queries: jax.Array, segments: Sequence[Segment], backend:
     return out.astype(queries.dtype)
 
 
-def training_time_test_attend(
-    queries: jax.Array,
-    causal: Segment,
-    own: Sequence[tuple[jax.Array, jax.Array]],
-) -> jax.Array:
-    """Attention of one unrolled step: step-0 keys under the causal mask, later keys of the slot itself only.
+def document_mask(documents: jax.Array) -> jax.Array:
+    """[B, T] document ids -> [B, T, T] bool: causal, within the same document; padding (0) reads itself."""
+    length = documents.shape[1]
+    same = documents[:, :, None] == documents[:, None, :]
+    return same & jnp.tril(jnp.ones((length, length), bool))[None]
 
-    Slot i at step s reads the step-0 keys j <= i of its document, and the keys that slot i itself made at steps
-    1..s. The latter are one scalar product each, so the [T, T] mask of explicit attention over the concatenated keys
-    never exists (paper section 3.2 and Figure 6; official code, cnets.py:280-310). One softmax runs over all T + s
+
+def packed_attend(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    documents: jax.Array,
+    own: Sequence[tuple[jax.Array, jax.Array]] = (),
+    *,
+    chunk: int = QUERY_CHUNK,
+) -> jax.Array:
+    """Attention of packed rows: causal within each document, and at later steps of training-time test to own keys.
+
+    Slot i at unrolled step s reads the step-0 keys j <= i of its document, and the keys that slot i itself made at
+    steps 1..s. The latter are one scalar product each, so the [T, T] mask of explicit attention over the concatenated
+    keys never exists (paper section 3.2 and Figure 6; official code, cnets.py:280-310). One softmax runs over all T + s
     columns: merging two partial softmaxes through their log-sum-exp would lose the gradient through it.
 
+    Rows longer than `chunk` are read by so many queries at a time, whose scores are computed again in the backward
+    pass: memory grows with T and not with its square.
+
     Args:
-      queries: [B, T, N, H] at positions i + s.
-      causal: step-0 keys, values and mask [B, T, T].
+      queries: [B, T, N, H], rotated; of step s at positions i + s.
+      keys, values: [B, K, H, T] and [B, K, T, H] of step 0.
+      documents: [B, T] int32, 0 for padding.
       own: for each step 1..s, keys [B, K, H, T] and values [B, K, T, H] made at that step.
+      chunk: c, queries at a time.
 
     Returns:
       [B, T, N, H].
     """
-    if not own:
-        return attend(queries, [causal])
-    with jax.named_scope("training_time_test_attention"):
-        q = _grouped(queries, causal.keys.shape[1])
-        scores = contract("BKGTH,BKHS->BKGTS", q, causal.keys, True)
-        scores = jnp.where(causal.mask[:, None, None], scores, MASKED)
-        diagonal = [contract("BKGTH,BKHT->BKGT", q, keys, True) for keys, _ in own]
+    with jax.named_scope("packed_attention"):
+        q = _grouped(queries, keys.shape[1])
+        length = q.shape[3]
+        if length <= chunk:
+            return _ungrouped(_packed(q, keys, values, document_mask(documents), own))
+        count = -(-length // chunk)
+        extra = count * chunk - length
+
+        def split(array: jax.Array, axis: int) -> jax.Array:
+            """The chunks of an axis, in front."""
+            padded = jnp.pad(array, [(0, extra if index == axis else 0) for index in range(array.ndim)])
+            shape = (*array.shape[:axis], count, chunk, *array.shape[axis + 1 :])
+            return jnp.moveaxis(padded.reshape(shape), axis, 0)
+
+        places = jnp.arange(length, dtype=jnp.int32)
+
+        @jax.checkpoint
+        def one(item: tuple) -> jax.Array:
+            q_part, document, place, own_part = item
+            mask = (document[:, :, None] == documents[:, None]) & (place[:, None] >= places[None])[None]
+            return _packed(q_part, keys, values, mask, own_part)
+
+        parts = (
+            split(q, 3), split(documents, 1), jnp.arange(count * chunk, dtype=jnp.int32).reshape(count, chunk),
+            [(split(k, 3), split(v, 2)) for k, v in own],
+        )  # fmt: skip
+        out = jnp.moveaxis(jax.lax.map(one, parts), 0, 3)
+        return _ungrouped(out.reshape(*q.shape[:3], count * chunk, q.shape[4])[:, :, :, :length])
+
+
+def _packed(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    own: Sequence[tuple[jax.Array, jax.Array]],
+) -> jax.Array:
+    """Queries [B, K, G, t, H] under a mask [B, t, T] over step-0 keys, each with its own keys [B, K, H, t]."""
+    scores = contract("BKGTH,BKHS->BKGTS", q, keys, True)
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    if own:
+        diagonal = [contract("BKGTH,BKHT->BKGT", q, mine, True) for mine, _ in own]
         scores = jnp.concatenate([scores, jnp.stack(diagonal, axis=-1)], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1).astype(queries.dtype)
-        length = causal.keys.shape[3]
-        out = contract("BKGTS,BKSH->BKGTH", weights[..., :length], causal.values)
-        for index, (_, values) in enumerate(own):
-            out = out + weights[..., length + index, None] * values[:, :, None]
-        return _ungrouped(out)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    length = keys.shape[3]
+    out = contract("BKGTS,BKSH->BKGTH", weights[..., :length], values)
+    for index, (_, mine) in enumerate(own):
+        out = out + weights[..., length + index, None] * mine[:, :, None]
+    return out
 
 
 def causal_mask(lengths: jax.Array, block: int, cache_length: int) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from eagle3_jax.attention import Segment, attend, training_time_test_attend
+from eagle3_jax.attention import Segment, attend, packed_attend
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.layers import linear, rms_norm, rope_table, rotate, swiglu
 from eagle3_jax.params import ParamSpec
@@ -184,39 +184,61 @@ def draft_step(
         return DraftOutput(carry=_output(draft, residual, attended), keys=k, values=v)
 
 
+# What of each unrolled step is kept for the backward pass; the rest is computed again.
+REMATERIALISE = {
+    "nothing": jax.checkpoint_policies.everything_saveable,  # nothing is computed again
+    "activations": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # the products with weights are kept
+    "all": jax.checkpoint_policies.nothing_saveable,
+}
+
+
 def draft_unroll(
-    draft: Draft, features: jax.Array, tokens: jax.Array, positions: jax.Array, mask: jax.Array, steps: int
+    draft: Draft,
+    features: jax.Array,
+    tokens: jax.Array,
+    positions: jax.Array,
+    documents: jax.Array,
+    steps: int,
+    rematerialise: str = "nothing",
 ) -> list[jax.Array]:
     """Training-time test: unroll the draft on its own outputs, with the true tokens (paper section 3.2).
 
-    At step s, slot j combines its carry with token j+1+s at position j+s, and attends to the step-0 keys that `mask`
-    allows and to its own keys of steps 1..s.
+    At step s, slot j combines its carry with token j+1+s at position j+s, and attends to the step-0 keys up to j of its
+    document and to its own keys of steps 1..s.
 
     Args:
       draft: the model.
       features: [B, T, D], fused taps.
       tokens: [B, T] int32, the row itself; shifted here.
       positions: [B, T] int32.
-      mask: [B, T, T] bool, causal within each document.
+      documents: [B, T] int32, 0 for padding.
       steps: how many steps, at least 1.
+      rematerialise: a key of REMATERIALISE.
 
     Returns:
       The carry [B, T, D] of each step. The last s+1 slots of step s read past the row and mean nothing.
     """
+
+    def one(draft: Draft, carry: jax.Array, step: int, first: Any, own: list) -> tuple[jax.Array, Any]:
+        table = rope_table(draft.config.rope, draft.config.head_dim, positions + step)
+        ahead = jnp.roll(tokens, -(1 + step), axis=1)
+        residual, q, k, v = _projections(draft, carry, ahead, table)
+        keys, values = (k, v) if first is None else first
+        own = own if first is None else [*own, (k, v)]
+        return _output(draft, residual, packed_attend(q, keys, values, documents, own)), (k, v)
+
+    if rematerialise != "nothing":
+        one = jax.checkpoint(one, policy=REMATERIALISE[rematerialise], static_argnums=(2,))
     carries: list[jax.Array] = []
     own: list[tuple[jax.Array, jax.Array]] = []
-    causal: Segment | None = None
-    carry = features
+    first, carry = None, features
     for step in range(steps):
         with jax.named_scope(f"unroll_{step}"):
-            table = rope_table(draft.config.rope, draft.config.head_dim, positions + step)
-            ahead = jnp.roll(tokens, -(1 + step), axis=1)
-            residual, q, k, v = _projections(draft, carry, ahead, table)
-            if causal is None:
-                causal = Segment(k, v, mask)
+            carry, made = one(draft, carry, step, first, own)
+            if first is None:
+                first = made
             else:
-                own.append((k, v))
-            carry = _output(draft, residual, training_time_test_attend(q, causal, own))
+                own.append(made)
             carries.append(carry)
     return carries
 

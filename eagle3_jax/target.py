@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from eagle3_jax.attention import Segment, attend
+from eagle3_jax.attention import Segment, attend, packed_attend
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers import linear, rms_norm, rope_table, rotate, swiglu
@@ -147,13 +147,18 @@ def _attention_block(
     x: jax.Array,
     table: tuple[jax.Array, jax.Array],
     segments: Sequence[Segment],
-    mask: jax.Array,
+    mask: jax.Array | None,
+    documents: jax.Array | None,
     backend: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q = rotate(_bias(linear(x, layer.q), layer.q_bias), table)
     k = rotate(_bias(linear(x, layer.k), layer.k_bias), table).transpose(0, 2, 3, 1)
     v = _bias(linear(x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
-    mixed = attend(q, [*segments, Segment(k, v, mask)], backend)
+    if documents is not None:
+        mixed = packed_attend(q, k, v, documents)
+    else:
+        assert mask is not None
+        mixed = attend(q, [*segments, Segment(k, v, mask)], backend)
     return _bias(linear(mixed, layer.o), layer.o_bias), k, v
 
 
@@ -171,12 +176,14 @@ def _layer(
     x: jax.Array,
     table: tuple[jax.Array, jax.Array],
     segments: Sequence[Segment],
-    mask: jax.Array,
+    mask: jax.Array | None,
+    documents: jax.Array | None,
     eps: float,
     backend: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer; jitted so that it is traced once for all layers, which the compiler then inlines."""
-    attended, k, v = _attention_block(layer, rms_norm(x, layer.input_norm, eps), table, segments, mask, backend)
+    normed = rms_norm(x, layer.input_norm, eps)
+    attended, k, v = _attention_block(layer, normed, table, segments, mask, documents, backend)
     x = x + attended
     x = x + _mlp_block(layer, rms_norm(x, layer.post_norm, eps))
     return constrain(x, "batch", None, None), k, v
@@ -186,8 +193,9 @@ def target_forward(
     target: Target,
     tokens: jax.Array,
     positions: jax.Array,
-    mask: jax.Array,
+    mask: jax.Array | None = None,
     *,
+    documents: jax.Array | None = None,
     taps: tuple[int, ...] = (),
     cache: KVCache | None = None,
     cache_mask: jax.Array | None = None,
@@ -198,14 +206,18 @@ def target_forward(
       target: the model.
       tokens: [B, T] int32.
       positions: [B, T] int32; tree nodes of one level share a position.
-      mask: [B, T, T] bool, which new token may read which.
+      mask: [B, T, T] bool, which new token may read which; or
+      documents: [B, T] int32 of packed rows, 0 for padding: each token reads its document up to itself.
       taps: boundaries IN(i) to return: the state entering layer i, or for i = L leaving the last layer.
       cache: committed rows, read only.
       cache_mask: [B, T, S] bool; required with a cache.
 
     Raises:
-      ValueError: one of cache and cache_mask without the other.
+      ValueError: one of cache and cache_mask without the other; both or none of mask and documents; documents with a
+        cache.
     """
+    if (mask is None) == (documents is None) or (documents is not None and cache is not None):
+        raise ValueError("either a mask, or documents, which go without a cache")
     if (cache is None) != (cache_mask is None):
         raise ValueError("cache and cache_mask belong together: the mask says which cached rows may be read")
     config, params = target.config, target.params
@@ -220,7 +232,7 @@ def target_forward(
             past = []
             if cache is not None and cache_mask is not None:
                 past = [Segment(cache.keys[index], cache.values[index], cache_mask)]
-            x, k, v = _layer(layer, x, table, past, mask, config.rms_norm_eps, target.attention)
+            x, k, v = _layer(layer, x, table, past, mask, documents, config.rms_norm_eps, target.attention)
             keys.append(k)
             values.append(v)
     tapped[config.num_layers] = x

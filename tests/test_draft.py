@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle3_jax.attention import Segment, attend, causal_mask, training_time_test_attend
+from eagle3_jax.attention import Segment, attend, causal_mask, packed_attend
 from eagle3_jax.cache import KVCache, commit, empty_cache
 from eagle3_jax.config import RopeConfig
 from eagle3_jax.draft import (
@@ -100,8 +100,8 @@ def assert_close(ours: Any, expected: Any, tolerance: float = 1e-5) -> None:
     assert np.abs(ours - expected).max() <= tolerance * np.abs(expected).max()
 
 
-def causal(batch: int, length: int) -> jax.Array:
-    return jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
+def one_document(batch: int, length: int) -> jax.Array:
+    return jnp.ones((batch, length), jnp.int32)
 
 
 def positions(batch: int, length: int, start: int | jax.Array = 0) -> jax.Array:
@@ -215,30 +215,31 @@ def test_embedding_gets_no_gradient(t0: Target):
     assert not np.asarray(gradient).any()
 
 
-def two_documents(batch: int, length: int, border: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mask [B, T, T] and positions [B, T] of two packed documents; the second starts at `border`."""
+def two_documents(batch: int, length: int, border: int) -> tuple[np.ndarray, np.ndarray, jax.Array]:
+    """Mask [B, T, T], positions and ids [B, T] of two packed documents; the second starts at `border`."""
     slot = np.arange(length)
     document = slot >= border
     mask = (slot[None] <= slot[:, None]) & (document[None] == document[:, None])
     place = np.where(document, slot - border, slot)
-    return np.broadcast_to(mask, (batch, length, length)).copy(), np.broadcast_to(place, (batch, length)).copy()
+    ids = jnp.broadcast_to(jnp.asarray(1 + document, jnp.int32), (batch, length))
+    return np.broadcast_to(mask, (batch, length, length)).copy(), np.broadcast_to(place, (batch, length)).copy(), ids
 
 
+@pytest.mark.parametrize("chunk", [7, 3])
 @pytest.mark.parametrize("documents", [1, 2])
 @pytest.mark.parametrize("step", range(4))
-def test_training_attention_and_its_gradients_equal_explicit_attention(step: int, documents: int):
+def test_training_attention_and_its_gradients_equal_explicit_attention(step: int, documents: int, chunk: int):
     batch, heads, kv_heads, length, head_dim = 2, 4, 2, 7, 8
     rng = np.random.default_rng(step)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     q = draw(batch, length, heads, head_dim)
     keys, values = ([draw(batch, kv_heads, length, head_dim) for _ in range(step + 1)] for _ in range(2))
     weight = draw(batch, length, heads, head_dim)
-    mask, _ = two_documents(batch, length, 4 if documents == 2 else length)
+    mask, _, ids = two_documents(batch, length, 4 if documents == 2 else length)
 
     def loss(q, keys, values):
         keys = [k.swapaxes(2, 3) for k in keys]
-        first = Segment(keys[0], values[0], jnp.asarray(mask))
-        out = training_time_test_attend(q, first, list(zip(keys[1:], values[1:], strict=True)))
+        out = packed_attend(q, keys[0], values[0], ids, list(zip(keys[1:], values[1:], strict=True)), chunk=chunk)
         return (out * weight).sum(), out
 
     as_jax = jax.tree.map(jnp.asarray, (q, keys, values))
@@ -260,14 +261,14 @@ def test_training_attention_and_its_gradients_equal_explicit_attention(step: int
 def test_training_attention_reads_the_keys_of_earlier_steps():
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    q, first = draw(1, 6, 4, 8), Segment(draw(1, 2, 8, 6), draw(1, 2, 6, 8), causal(1, 6))
+    q, first = draw(1, 6, 4, 8), (draw(1, 2, 8, 6), draw(1, 2, 6, 8), jnp.ones((1, 6), jnp.int32))
     own = [(draw(1, 2, 8, 6), draw(1, 2, 6, 8)) for _ in range(2)]
-    attention = jax.jit(training_time_test_attend)
-    whole = np.asarray(attention(q, first, own))
-    zeroed = attention(q, first, [(jnp.zeros_like(own[0][0]), own[0][1]), own[1]])
+    attention = jax.jit(packed_attend)
+    whole = np.asarray(attention(q, *first, own))
+    zeroed = attention(q, *first, [(jnp.zeros_like(own[0][0]), own[0][1]), own[1]])
     assert np.abs(whole - np.asarray(zeroed)).max(axis=(0, 2, 3)).min() > 1e-2
     # A slot's own keys are for that slot alone.
-    edited = attention(q, first, [own[0], (own[1][0].at[..., 3].add(1.0), own[1][1])])
+    edited = attention(q, *first, [own[0], (own[1][0].at[..., 3].add(1.0), own[1][1])])
     changed = np.abs(whole - np.asarray(edited)).max(axis=(0, 2, 3)) > 1e-6
     np.testing.assert_array_equal(changed, np.arange(6) == 3)
 
@@ -286,21 +287,24 @@ def test_attention_over_segments_equals_attention_over_their_concatenation(backe
     assert_close(ours, expected.transpose(1, 2))
 
 
-@pytest.mark.parametrize("name", ["classic", "every_norm", "own_width"])
-def test_training_time_test_and_its_gradients_equal_the_reference(t0: Target, name: str):
+@pytest.mark.parametrize(
+    ("name", "rematerialise"),
+    [("classic", "nothing"), ("classic", "all"), ("every_norm", "activations"), ("own_width", "nothing")],
+)
+def test_training_time_test_and_its_gradients_equal_the_reference(t0: Target, name: str, rematerialise: str):
     steps, length = 3, LENGTH
     draft = tiny.draft(t0, **VARIANTS[name])
     taps, tokens = inputs(draft)
     tokens = tokens[:, :length]
-    mask, place = two_documents(2, length, 5)
+    mask, place, ids = two_documents(2, length, 5)
     rng = np.random.default_rng(6)
     weights = [rng.standard_normal((2, length, draft.config.draft_vocab_size)).astype(np.float32) for _ in range(steps)]
 
     def unrolled(params):
         model = draft.replace(params=params)
         carries = draft_unroll(
-            model, fuse(model, jnp.asarray(taps)), jnp.asarray(tokens, jnp.int32), jnp.asarray(place, jnp.int32),
-            jnp.asarray(mask), steps,
+            model, fuse(model, jnp.asarray(taps)), jnp.asarray(tokens, jnp.int32), jnp.asarray(place, jnp.int32), ids,
+            steps, rematerialise,
         )  # fmt: skip
         logits = [draft_logits(model, carry) for carry in carries]
         return sum((part * weight).sum() for part, weight in zip(logits, weights, strict=True)), (carries, logits)
@@ -330,7 +334,7 @@ def test_training_and_inference_agree_on_the_same_tokens(t0: Target, name: str, 
     draft = tiny.draft(t0, **VARIANTS[name])
     taps, tokens = inputs(draft)
     features, row = fuse(draft, jnp.asarray(taps)), jnp.asarray(tokens[:, :LENGTH], jnp.int32)
-    carries = unroll_(draft, features, row, positions(2, LENGTH), causal(2, LENGTH), steps)
+    carries = unroll_(draft, features, row, positions(2, LENGTH), one_document(2, LENGTH), steps)
     # The prefix up to the slot, then steps on the draft's own output with the true tokens.
     results = decode(draft, features, tokens[:, 1:], steps, kept=slot + 1)
     for step, (carry, logits) in enumerate(results):
@@ -346,7 +350,9 @@ def test_token_fed_at_each_unrolled_step_is_the_true_one_shifted(t0: Target):
 
     def unroll(draft: Draft, tokens: np.ndarray) -> list[np.ndarray]:
         ids = jnp.asarray(tokens[:, :length], jnp.int32)
-        return [np.asarray(c) for c in unroll_(draft, features, ids, positions(2, length), causal(2, length), steps)]
+        return [
+            np.asarray(c) for c in unroll_(draft, features, ids, positions(2, length), one_document(2, length), steps)
+        ]
 
     plain = unroll(draft, tokens)
     other = tokens.copy()
@@ -366,11 +372,11 @@ def test_packed_documents_do_not_see_each_other(t0: Target):
     steps, border = 3, 5
     draft = tiny.draft(t0)
     taps, tokens = inputs(draft)
-    mask, place = (jnp.asarray(array) for array in two_documents(2, LENGTH, border))
+    _, place, documents = (jnp.asarray(array) for array in two_documents(2, LENGTH, border))
 
     def unroll(taps: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
         features, ids = fuse(draft, jnp.asarray(taps)), jnp.asarray(tokens[:, :LENGTH], jnp.int32)
-        return [np.asarray(carry) for carry in unroll_(draft, features, ids, place.astype(jnp.int32), mask, steps)]
+        return [np.asarray(carry) for carry in unroll_(draft, features, ids, place.astype(jnp.int32), documents, steps)]
 
     plain = unroll(taps, tokens)
     for edited, others in ((slice(0, border), (border, LENGTH)), (slice(border, LENGTH), (0, border))):

@@ -15,13 +15,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from eagle3_jax.attention import document_mask
 from eagle3_jax.checkpoint import fingerprint
 from eagle3_jax.errors import InputError
 from eagle3_jax.target import Target, target_forward, target_logits
 from eagle3_jax.training import features as room
 from eagle3_jax.training import step as step_room
 from eagle3_jax.training.features import FeatureRows, Joined, Rows, features_in_loop, tap_scales, write_features
-from eagle3_jax.training.loss import document_mask
 from eagle3_jax.training.packing import Packed
 from tests import tiny
 

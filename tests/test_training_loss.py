@@ -21,7 +21,6 @@ from eagle3_jax.target import Target
 from eagle3_jax.training.loss import (
     Batch,
     StepSums,
-    document_mask,
     find_slots,
     training_time_test_loss,
 )
@@ -59,8 +58,7 @@ gradients_of = jax.jit(jax.value_and_grad(whole_loss, has_aux=True), compiler_op
 
 @jax.jit
 def carries_of(draft: Draft, batch: Batch) -> list[jax.Array]:
-    mask = document_mask(batch.documents)
-    return draft_unroll(draft, fuse(draft, batch.taps), batch.tokens, batch.positions, mask, STEPS)
+    return draft_unroll(draft, fuse(draft, batch.taps), batch.tokens, batch.positions, batch.documents, STEPS)
 
 
 class Reference:

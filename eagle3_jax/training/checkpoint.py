@@ -29,8 +29,9 @@ _README = """A training run of eagle3_jax.
 
 The draft that engines load: `eagle3-jax export {folder} DST`.
 """
-# A run may be resumed with other values of these; every other field decides what the numbers would have been.
-_FREE_FIELDS = ("output", "eval_every", "save_every", "log_every", "keep", "mesh", "slices")
+# A run may be resumed with other values of these; every other field decides what the numbers would have been, beyond
+# their rounding.
+_FREE_FIELDS = ("output", "eval_every", "save_every", "log_every", "keep", "rematerialise", "mesh", "slices")
 
 
 class RunFolder:

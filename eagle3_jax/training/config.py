@@ -15,6 +15,7 @@ from typing import Any
 
 import optax
 
+from eagle3_jax.draft import REMATERIALISE
 from eagle3_jax.errors import InputError
 
 
@@ -46,6 +47,8 @@ class TrainConfig:
       final_learning_rate: what the cosine decays to at the last update.
       betas, weight_decay, clip: AdamW's, and the bound on the global gradient norm.
       compute_dtype: float32 or bfloat16, of activations and products; weights and optimiser stay in fp32.
+      rematerialise: nothing, activations or all: what of each unrolled step is computed again in the backward pass,
+        which saves memory and costs time.
       mesh: sizes of the axes data, fsdp and tensor of the mesh (see `sharding`), within a slice; empty uses one device.
       slices: TPU slices, or nodes, that a slower network joins; each has a copy of the weights.
       seed: of the initial weights and the order of rows.
@@ -79,6 +82,7 @@ class TrainConfig:
     weight_decay: float = 0.0
     clip: float = 0.5
     compute_dtype: str = "float32"
+    rematerialise: str = "nothing"
     mesh: tuple[int, ...] = ()
     slices: int = 1
     seed: int = 0
@@ -129,6 +133,9 @@ class TrainConfig:
         )
         self._require(
             self.compute_dtype in ("float32", "bfloat16"), "compute_dtype", "float32 or bfloat16", self.compute_dtype
+        )
+        self._require(
+            self.rematerialise in REMATERIALISE, "rematerialise", " or ".join(REMATERIALISE), self.rematerialise
         )
         self._require(self.supervise in ("replies", "all"), "supervise", "replies or all", self.supervise)
         self._require(

@@ -68,7 +68,12 @@ def measure_memory(config: TrainConfig) -> dict[str, int]:
         "hidden": array((*rows, shape.hidden_size), stored),
     }
     batches = Batch(**cast(Any, integers | features))
-    step = make_train_step(optimizer, decay=config.step_decay, compute=jnp.dtype(config.compute_dtype))
+    step = make_train_step(
+        optimizer,
+        decay=config.step_decay,
+        compute=jnp.dtype(config.compute_dtype),
+        rematerialise=config.rematerialise,
+    )
     programs = [step.lower(state, batches, model, teacher, steps=config.max_steps)]
     if not config.features:
         one = cast(Any, array(rows[1:], jnp.int32))

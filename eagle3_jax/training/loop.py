@@ -313,7 +313,7 @@ def _train(config: TrainConfig, profile: Path | None, mesh: Mesh | None) -> Resu
     run.trim_log(int(state.update))
     logger.info("%d trainable parameters", count_params(state.params))
     compute = jnp.dtype(config.compute_dtype)
-    step = make_train_step(optimizer, decay=config.step_decay, compute=compute)
+    step = make_train_step(optimizer, decay=config.step_decay, compute=compute, rematerialise=config.rematerialise)
     eval_step = make_eval_step(compute)
     source = grain.MapDataset.source(_Ordered(setup.rows, setup.train_order)).seed(config.seed).shuffle().repeat()
     per_update = config.batch_rows * config.accumulation

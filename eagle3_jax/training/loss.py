@@ -73,13 +73,6 @@ class StepSums:
     joint_before: jax.Array
 
 
-def document_mask(documents: jax.Array) -> jax.Array:
-    """[B, T] document ids -> [B, T, T] bool: causal, within the same document; padding reads itself."""
-    length = documents.shape[1]
-    same = documents[:, :, None] == documents[:, None, :]
-    return same & jnp.tril(jnp.ones((length, length), bool))[None]
-
-
 def _ahead(values: jax.Array, by: int, fill: int) -> jax.Array:
     """values[:, j + by] at slot j; `fill` past the end of the row."""
     by = min(by, values.shape[1])
@@ -113,6 +106,7 @@ def training_time_test_loss(
     slots: Slots,
     step_weights: jax.Array,
     compute: DTypeLike = jnp.float32,
+    rematerialise: str = "nothing",
 ) -> tuple[jax.Array, StepSums]:
     """Unroll the draft over a batch and sum its losses.
 
@@ -123,14 +117,15 @@ def training_time_test_loss(
       slots: from `find_slots`, whose leading axis gives the number of steps.
       step_weights: [S] fp32, 0.8^s divided by the update's number of trained slots at s.
       compute: precision of activations and products; norms, softmaxes, labels and the loss are fp32 throughout.
+      rematerialise: as in `draft_unroll`.
 
     Returns:
       The loss, whose sum over the micro-batches of an update is sum_s 0.8^s * mean cross-entropy at s, and the sums
       that metrics are made of.
     """
     steps, rows, length = slots.trained.shape
-    mask = document_mask(batch.documents)
-    carries = draft_unroll(draft, fuse(draft, batch.taps.astype(compute)), batch.tokens, batch.positions, mask, steps)
+    features = fuse(draft, batch.taps.astype(compute))
+    carries = draft_unroll(draft, features, batch.tokens, batch.positions, batch.documents, steps, rematerialise)
     flat = lambda values: values.reshape(steps, rows * length, *values.shape[3:])
     hidden = flat(draft_hidden(draft, jnp.stack(carries)))
     label_hidden = batch.hidden.reshape(rows * length, -1).astype(compute)

@@ -21,7 +21,6 @@ from eagle3_jax.training.loss import (
     Batch,
     Slots,
     StepSums,
-    document_mask,
     find_slots,
     training_time_test_loss,
 )
@@ -82,7 +81,7 @@ def target_features(
       taps [B, T, A*D], final hidden [B, T, D], argmax over the whole vocabulary [B, T] int32 (taken in chunks of
       tokens, so that no [B, T, V] array exists).
     """
-    out = target_forward(target, tokens, positions, document_mask(documents), taps=taps)
+    out = target_forward(target, tokens, positions, documents=documents, taps=taps)
     rows, length, width = out.hidden.shape
     # Chunks of columns, not of rows, which a mesh splits.
     chunks = min(length, ceil_div(rows * length, ARGMAX_CHUNK))
@@ -97,13 +96,20 @@ def target_features(
     return out.taps, out.hidden, jnp.moveaxis(jax.lax.map(argmax, parts), 0, 1).reshape(rows, -1)[:, :length]
 
 
-def make_train_step(optimizer: optax.GradientTransformation, *, decay: float, compute: DTypeLike = jnp.float32):
+def make_train_step(
+    optimizer: optax.GradientTransformation,
+    *,
+    decay: float,
+    compute: DTypeLike = jnp.float32,
+    rematerialise: str = "nothing",
+):
     """Build the jitted update.
 
     Args:
       optimizer: from `make_optimizer`.
       decay: weight of step s is decay^s.
       compute: precision of activations and products; parameters stay in theirs (fp32 masters).
+      rematerialise: what of each unrolled step is computed again in the backward pass, as in `draft_unroll`.
 
     Returns:
       step(state, batches, model, teacher, steps) -> (state, sums, norms), with batches a `Batch` whose arrays have a
@@ -113,7 +119,7 @@ def make_train_step(optimizer: optax.GradientTransformation, *, decay: float, co
 
     def loss_fn(params: DraftParams, model: Draft, batch: Batch, teacher: Teacher, slots: Slots, weights: jax.Array):
         return training_time_test_loss(
-            dataclasses.replace(model, params=params), batch, teacher.label_head, slots, weights, compute
+            dataclasses.replace(model, params=params), batch, teacher.label_head, slots, weights, compute, rematerialise
         )
 
     @partial(jax.jit, static_argnames=("steps",), donate_argnames=("state",))
