@@ -20,11 +20,11 @@ from eagle3_jax.draft import draft_specs
 from eagle3_jax.sharding import entered, make_mesh, put_batch, replicated, shardings
 from eagle3_jax.target import Target
 from eagle3_jax.training import loop
-from eagle3_jax.training.checkpoint import RunFolder
+from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.loss import find_slots, training_time_test_loss
 from eagle3_jax.training.start import label_head
-from eagle3_jax.training.step import Teacher, TrainState, make_train_step, target_features
+from eagle3_jax.training.step import Teacher, TrainState, make_optimizer, make_train_step, target_features
 from tests import tiny
 
 MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)]
@@ -147,6 +147,15 @@ class Stopped(Exception):
     """The end of a run that is to be resumed."""
 
 
+def abstract(folder: Path, config: TrainConfig, mesh: Any) -> TrainState:
+    """The state of a run, on a mesh or on one device."""
+    _, draft = models(folder, mesh)
+    optimizer = make_optimizer(
+        config.learning_rates(), betas=config.betas, weight_decay=config.weight_decay, clip=config.clip
+    )
+    return abstract_state(TrainState(draft.params, optimizer.init(draft.params), jnp.int32(0), jnp.int32(0)))
+
+
 def check_runs(folder: Path) -> None:
     """A run that was saved on one mesh goes on, on another and on none, as the run of one device."""
     config = TrainConfig(
@@ -171,13 +180,12 @@ def check_runs(folder: Path) -> None:
     except Stopped:
         RunFolder.save = save
     shutil.copytree(folder / "split", folder / "whole")
-    plain = RunFolder(folder / "split").manager.restore(3)
+    plain = RunFolder(folder / "split").restore(abstract(folder, config, None), 3)
     mesh = make_mesh((2, 2, 2))
     with entered(mesh):
-        _, draft = models(folder, mesh)
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), draft.params)
-        moved = RunFolder(folder / "split").restore({**plain, "params": params}, 3)
-    for (path, one), two in zip(jax.tree.leaves_with_path(moved["params"]), jax.tree.leaves(plain["params"])):
+        moved = RunFolder(folder / "split").restore(abstract(folder, config, mesh), 3)
+    assert len(moved.params.fc.sharding.device_set) == 8
+    for (path, one), two in zip(jax.tree.leaves_with_path(moved), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(one, two, err_msg=jax.tree_util.keystr(path))
     loop.train(dataclasses.replace(split, mesh=(2, 2, 2)))
     loop.train(dataclasses.replace(split, mesh=(), output=str(folder / "whole")))
