@@ -20,9 +20,9 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from eagle3_jax.checkpoint import new_folder
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import new_folder
 from eagle3_jax.params import is_spec
 from eagle3_jax.target import target_specs
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from convert.gguf_reader import read_gguf
 from convert.hf_reader import read_hf, weight_files
 from convert.llama_folder import DTYPES, LlamaSource, write_folder
-from eagle3_jax.checkpoint import check_destination
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import check_destination
 
 
 def read_source(source: Path, tokenizer: Path | None) -> LlamaSource:

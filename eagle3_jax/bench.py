@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from eagle3_jax.checkpoint import replace_file
 from eagle3_jax.costs import Costs, measure_costs
 from eagle3_jax.draft import Draft
 from eagle3_jax.engine import decode, prefill_buckets
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import replace_file
 from eagle3_jax.report import Method, Run, record, render
 from eagle3_jax.requests import Answer, Request, cache_length_for
 from eagle3_jax.runtime import Runtime

@@ -15,11 +15,12 @@ from jax.typing import DTypeLike
 from eagle3_jax import bench as benchmark
 from eagle3_jax import runtime
 from eagle3_jax.baselines import Lookup, SmallModel
-from eagle3_jax.checkpoint import load_draft, load_target, read_config, read_target_config
+from eagle3_jax.checkpoint import load_draft, load_target, read_target_config
 from eagle3_jax.draft import Draft
 from eagle3_jax.drafters import Drafter, Mixed
 from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import read_config
 from eagle3_jax.metrics import tau
 from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl
 from eagle3_jax.report import Method, render

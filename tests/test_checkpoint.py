@@ -20,20 +20,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax import checkpoint
-from eagle3_jax.checkpoint import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    SafetensorsFile,
-    fingerprint,
-    load_draft,
-    load_target,
-    open_tensors,
-    read_config,
-    save_draft,
-)
+from eagle3_jax.checkpoint import fingerprint, load_draft, load_target, save_draft
 from eagle3_jax.config import RopeConfig
 from eagle3_jax.draft import Draft
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import INDEX_FILE, SINGLE_FILE, SafetensorsFile, open_tensors, read_config
 from eagle3_jax.target import Target
 from eagle3_jax.vocab import vocab_from_ids
 from tests import tiny
@@ -101,7 +92,8 @@ def test_bf16_tensors_are_read_to_the_last_bit_without_torch(tmp_path: Path):
 import sys
 from pathlib import Path
 import numpy as np
-from eagle3_jax.checkpoint import load_draft, load_target, open_tensors, save_draft
+from eagle3_jax.checkpoint import load_draft, load_target, save_draft
+from eagle3_jax.files import open_tensors
 import eagle3_jax.target, eagle3_jax.draft
 folder = Path({str(tmp_path)!r})
 load_target(folder)

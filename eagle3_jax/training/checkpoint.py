@@ -13,9 +13,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from eagle3_jax.checkpoint import replace_file
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import replace_file
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.step import TrainState
 from eagle3_jax.vocab import DraftVocab, vocab_from_ids

@@ -20,8 +20,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from eagle3_jax.checkpoint import SafetensorsFile, fingerprint, replace_file
+from eagle3_jax.checkpoint import fingerprint
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import SafetensorsFile, replace_file
 from eagle3_jax.target import Target
 from eagle3_jax.training.config import check_taps
 from eagle3_jax.training.packing import Packed
