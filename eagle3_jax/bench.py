@@ -25,7 +25,7 @@ from eagle3_jax.errors import InputError
 from eagle3_jax.files import replace_file
 from eagle3_jax.report import Method, Run, record, render
 from eagle3_jax.requests import Answer, Request, cache_length_for
-from eagle3_jax.runtime import Runtime
+from eagle3_jax.runtime import Runtime, drop_programs
 from eagle3_jax.target import Target
 from eagle3_jax.tree import TreeShape
 
@@ -38,30 +38,38 @@ SWEEP: tuple[TreeShape, ...] = (
 Runner = Callable[[Sequence[Request], int], Run]
 
 
-def _ours(target: Target, method: Method, eos: Sequence[int]) -> Runner:
-    """Answer with our engine; warms up each shape once, untimed."""
-    warm: set[tuple[Any, ...]] = set()
+class Ours:
+    """Answers with our engine; warms up each shape once, untimed."""
 
-    def events(requests: Sequence[Request], batch: int) -> Iterator[Any]:
+    def __init__(self, target: Target, method: Method, eos: Sequence[int]):
+        self._target, self._method, self._eos = target, method, eos
+        self._warm: set[tuple[Any, ...]] = set()
+
+    def cool(self) -> None:
+        """Warm up again: compiled programs are gone."""
+        self._warm.clear()
+
+    def _events(self, requests: Sequence[Request], batch: int) -> Iterator[Any]:
+        method = self._method
         return decode(
-            target, method.draft, requests, batch=batch, eos=eos, draft_length=method.draft_length, tree=method.tree,
-            lookup_nodes=method.lookup_nodes,
+            self._target, method.draft, requests, batch=batch, eos=self._eos, draft_length=method.draft_length,
+            tree=method.tree, lookup_nodes=method.lookup_nodes,
         )  # fmt: skip
 
-    def warm_up(requests: Sequence[Request], batch: int) -> None:
-        cache = cache_length_for(requests, target.config, method.depth)
+    def _warm_up(self, requests: Sequence[Request], batch: int) -> None:
+        cache = cache_length_for(requests, self._target.config, self._method.depth)
         shapes = {
             (tuple(prefill_buckets(len(request.tokens))), cache, batch, request.temperature == 0): request
             for request in requests
         }
-        if shapes.keys() <= warm:
+        if shapes.keys() <= self._warm:
             return
         # One prompt of each length, the one that needs the longest cache, and as many as fill the batch.
         longest = max(requests, key=lambda request: len(request.tokens) + request.max_new_tokens)
         chosen = [*shapes.values(), longest, *requests][: max(batch, len(shapes) + 1)]
         seen: set[int] = set()
         rounds = 0
-        for event in events(chosen, batch):
+        for event in self._events(chosen, batch):
             rounds += event.index in seen
             seen.add(event.index)
             if len(seen) == len(chosen) and rounds >= 3 * batch:
@@ -70,18 +78,17 @@ def _ours(target: Target, method: Method, eos: Sequence[int]) -> Runner:
         jax.block_until_ready(jnp.zeros(()) + 1)
         # An answer that prefill ended has compiled no round.
         if rounds or requests[0].max_new_tokens == 1:
-            warm.update(shapes)
+            self._warm.update(shapes)
 
-    def run(requests: Sequence[Request], batch: int) -> Run:
-        warm_up(requests, batch)
+    def __call__(self, requests: Sequence[Request], batch: int) -> Run:
+        """Answer the requests, so many at a time, and time it."""
+        self._warm_up(requests, batch)
         answers: dict[int, Answer] = {}
         began = time.perf_counter()
-        for event in events(requests, batch):
+        for event in self._events(requests, batch):
             if event.answer is not None:
                 answers[event.index] = event.answer
         return Run([answers[index] for index in range(len(requests))], time.perf_counter() - began)
-
-    return run
 
 
 def check_transformers(info: Runtime) -> None:
@@ -211,8 +218,8 @@ def run_bench(
       info: what this process runs on, for the record.
     """
     out.mkdir(parents=True, exist_ok=True)
-    runners = {
-        method.label: _transformers(target_folder, eos, info) if method.name == "hf" else _ours(target, method, eos)
+    runners: dict[str, Runner] = {
+        method.label: _transformers(target_folder, eos, info) if method.name == "hf" else Ours(target, method, eos)
         for method in methods
     }
     costs: dict[str | None, Costs] = {}
@@ -228,6 +235,10 @@ def run_bench(
             ]
             runs: dict[str, list[Run]] = {method.label: [] for method in taking_part}
             for part in [requests] if batch > 1 else [[request] for request in requests]:
+                if drop_programs():
+                    for runner in runners.values():
+                        if isinstance(runner, Ours):
+                            runner.cool()
                 for method in taking_part:
                     runs[method.label].append(runners[method.label](part, batch))
                 done = len(runs["plain"]) if batch == 1 else len(part)

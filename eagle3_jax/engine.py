@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.drafters import Drafter
+from eagle3_jax.drafters import Drafter, Plan
 from eagle3_jax.errors import InputError
 from eagle3_jax.generate import (
     CONTEXT,
@@ -32,6 +32,7 @@ from eagle3_jax.generate import (
     decode_rounds,
     empty_state,
     prefill_chunk,
+    widened,
 )
 from eagle3_jax.requests import (
     Answer,
@@ -69,10 +70,12 @@ def prefill(
 ) -> DecodeState:
     """Read a prompt into a state of one row and decide its first token.
 
-    The prompt runs in chunks of the largest bucket; the last chunk is padded to the smallest bucket that holds it.
+    The prompt runs in chunks of the largest bucket; the last chunk is padded to the smallest bucket that holds it. It
+    is read by the same programs whatever is proposed after it.
     """
     room = target.config.context_limit - len(request.tokens)
-    state = empty_state(target, draft, batch=1, cache_length=cache_length, structure=structure)
+    reading = dataclasses.replace(structure, plan=Plan())
+    state = empty_state(target, draft, batch=1, cache_length=cache_length, structure=reading)
     row = lambda value: jnp.asarray([value], jnp.int32)
     state = dataclasses.replace(
         state,
@@ -92,12 +95,15 @@ def prefill(
         following[0, : after.size] = after
         state = prefill_chunk(
             target, draft, state, jnp.asarray(tokens), jnp.asarray(following), row(chunk.size), row(after.size),
-            sampling, eos, structure=structure,
+            sampling, eos, structure=reading,
         )  # fmt: skip
         if not final:
             # A chunk inside the prompt has decided nothing yet.
             state = dataclasses.replace(state, reason=row(RUNNING))
-    return dataclasses.replace(state, remaining=state.remaining - state.count)
+    tokens, logprobs, taps = widened(state.tokens, state.logprobs, state.taps, places=structure.plan.depth + 1)
+    return dataclasses.replace(
+        state, remaining=state.remaining - state.count, tokens=tokens, logprobs=logprobs, taps=taps
+    )
 
 
 @dataclasses.dataclass

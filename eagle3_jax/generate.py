@@ -196,6 +196,13 @@ def prefill_chunk(
         )
 
 
+@partial(jax.jit, static_argnames=("places",))
+def widened(*arrays: jax.Array, places: int) -> tuple[jax.Array, ...]:
+    """Arrays [B, P, ...] with zeros up to `places`: room for what a round decides."""
+    pad = lambda x: jnp.pad(x, [(0, places - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)])
+    return tuple(map(pad, arrays))
+
+
 def _choose(logits: jax.Array, sampling: Sampling, position: jax.Array, structure: Structure) -> jax.Array:
     """The target's token at `position` [B] from logits [B, 1, V] -> [B, 1]."""
     if structure.greedy:

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 # jax's name of each platform that the command line offers.
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+MOST_MAPS = 30_000
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -148,6 +149,19 @@ def use_compilation_cache(folder: str | None, kind: str, device_kind: str) -> Pa
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return path
+
+
+def drop_programs(most: int = MOST_MAPS) -> bool:
+    """Forget all compiled programs if this process holds more memory maps than `most`; says whether it did.
+
+    Each program for the CPU holds some to hundreds of maps, of which Linux gives a process 65,530 (vm.max_map_count),
+    and the compiler crashes when it gets none. What is needed again is read from the kept programs.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") <= most:
+        return False
+    jax.clear_caches()
+    return True
 
 
 def kept() -> str:

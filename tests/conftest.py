@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3_jax.checkpoint import load_draft, load_target
 from eagle3_jax.draft import Draft
+from eagle3_jax.runtime import drop_programs
 from eagle3_jax.target import Target
 from eagle3_jax.tokenizer import load_tokenizer
 from tests import tiny, tiny_decoding
@@ -49,12 +50,9 @@ def d0(t0):
 
 @pytest.fixture(autouse=True)
 def _few_programs():
-    """Drop compiled programs before they are too many: each holds memory maps, of which Linux gives a process 65,530,
-    and XLA crashes when it gets none."""
+    """A process that has compiled too many programs crashes."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
-        jax.clear_caches()
+    drop_programs()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -69,8 +71,9 @@ def test_what_is_slower_and_what_is_fastest_are_named(d0: Draft, turned: bool):
     assert [line.split("|")[1:3] for line in lines if "(slower)" in line] == [[" eagle3 d K=4 (slower) ", " 0.50x "]]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_nothing_is_compiled_while_the_clock_runs(monkeypatch: pytest.MonkeyPatch, batch: int):
+@pytest.fixture
+def compiled_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """How many programs had been compiled at the start of each of bench's calls of `decode`, and now."""
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
@@ -82,10 +85,31 @@ def test_nothing_is_compiled_while_the_clock_runs(monkeypatch: pytest.MonkeyPatc
         return decode(*arguments, **options)
 
     monkeypatch.setattr(bench, "decode", noted)
+    return lambda: [*before, len(compiled)]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_nothing_is_compiled_while_the_clock_runs(compiled_before: Callable[[], list[int]], batch: int):
     method = Method("eagle3", "d", toy_draft(), 3 - batch)
     requests = [Request(prompt, max_new_tokens=9) for prompt in prompts(3, 64, seed=21, longest=40)]
-    found = bench._ours(toy(), method, ())(requests, batch)
+    found = bench.Ours(toy(), method, ())(requests, batch)
     assert [len(one.token_ids) for one in found.answers] == [9, 9, 9]
     # A warm-up, which compiles, and the run.
-    assert len(before) == 2
-    assert before[0] < before[1] == len(compiled)
+    start, run_, end = compiled_before()
+    assert start < run_ == end
+
+
+def test_programs_that_were_dropped_are_warmed_up_again(
+    compiled_before: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(bench, "drop_programs", lambda: not jax.clear_caches())
+    methods = [Method("plain"), Method("eagle3", "d", toy_draft(), 2)]
+    records = bench.run_bench(
+        toy(), tmp_path, methods, {"t": prompts(2, 64, seed=3)}, temperatures=[1.0], max_new_tokens=6, eos=(),
+        out=tmp_path / "out", info=INFO,
+    )  # fmt: skip
+    assert [record["new_tokens"] for record in records] == [12, 12]
+    counts = compiled_before()
+    # For two prompts and two methods a warm-up, which compiles, and a run, which does not.
+    assert len(counts) == 9
+    assert all(counts[i] < counts[i + 1] == counts[i + 2] for i in range(0, 8, 2))
