@@ -171,7 +171,7 @@ class _Setup:
     mesh: Mesh | None = None
 
 
-def _prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None) -> _Setup:
+def _prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> _Setup:
     """Load the target and the rows; make the draft, or take the run's vocabulary when there is a run."""
     folder = Path(config.target)
     target = load_target(folder, mesh=mesh)
