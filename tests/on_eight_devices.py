@@ -1,4 +1,4 @@
-"""What is checked on eight fake devices, in a process of its own: `python -m tests.on_eight_devices CHECK FOLDER`."""
+"""Checks on eight fake devices, in a process of their own: `python -m tests.on_eight_devices CHECK FOLDER MESH ...`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from eagle3_jax.training.start import label_head
 from eagle3_jax.training.step import Teacher, TrainState, make_optimizer, make_train_step, target_features
 from tests import tiny
 
-MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)]
+Sizes = tuple[int, ...]
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 128}
 STEPS = 3
 
@@ -109,12 +109,12 @@ def held(tree: Any) -> list[int]:
     return list(found.values())
 
 
-def check_gradients(folder: Path) -> None:
+def check_gradients(folder: Path, meshes: list[Sizes]) -> None:
     """Loss, metrics and gradients on every mesh as on one device; large arrays really split."""
     alone, argmax = gradients(folder, None)
     assert float(alone[3].trained[0]) > 20
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(models(folder)[0].params))
-    for sizes in MESHES:
+    for sizes in meshes:
         mesh = make_mesh(sizes)
         with entered(mesh):
             found, said = gradients(folder, mesh)
@@ -129,11 +129,11 @@ def check_gradients(folder: Path) -> None:
         assert max(held(target.params)) < 1.1 * whole / parts if parts > 1 else min(held(target.params)) == whole
 
 
-def check_updates(folder: Path) -> None:
+def check_updates(folder: Path, meshes: list[Sizes]) -> None:
     """Parameters after 5 updates, and 20 losses, on every mesh as on one device."""
     after_five, _, _ = updates(folder, None, 5)
     _, losses, _ = updates(folder, None, 20)
-    for sizes in MESHES:
+    for sizes in meshes:
         mesh = make_mesh(sizes)
         with entered(mesh):
             found, _, state = updates(folder, mesh, 5)
@@ -156,8 +156,9 @@ def abstract(folder: Path, config: TrainConfig, mesh: Any) -> TrainState:
     return abstract_state(TrainState(draft.params, optimizer.init(draft.params), jnp.int32(0), jnp.int32(0)))
 
 
-def check_runs(folder: Path) -> None:
+def check_runs(folder: Path, meshes: list[Sizes]) -> None:
     """A run that was saved on one mesh goes on, on another and on none, as the run of one device."""
+    before, after = meshes
     config = TrainConfig(
         target=str(folder), output="", data=(str(folder / "rows.jsonl"),), draft_vocab_size=96, taps=(0, 3, 8),
         row_length=48, batch_rows=8, held_out_rows=8, updates=6, schedule=((6, 2),), learning_rate=1e-3, warmup=1,
@@ -172,7 +173,7 @@ def check_runs(folder: Path) -> None:
         save(run, state, joint)
         raise Stopped
 
-    split = dataclasses.replace(config, output=str(folder / "split"), mesh=(8, 1, 1))
+    split = dataclasses.replace(config, output=str(folder / "split"), mesh=before)
     RunFolder.save = save_and_stop
     try:
         loop.train(split)
@@ -181,13 +182,13 @@ def check_runs(folder: Path) -> None:
         RunFolder.save = save
     shutil.copytree(folder / "split", folder / "whole")
     plain = RunFolder(folder / "split").restore(abstract(folder, config, None), 3)
-    mesh = make_mesh((2, 2, 2))
+    mesh = make_mesh(after)
     with entered(mesh):
         moved = RunFolder(folder / "split").restore(abstract(folder, config, mesh), 3)
     assert len(moved.params.fc.sharding.device_set) == 8
     for (path, one), two in zip(jax.tree.leaves_with_path(moved), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(one, two, err_msg=jax.tree_util.keystr(path))
-    loop.train(dataclasses.replace(split, mesh=(2, 2, 2)))
+    loop.train(dataclasses.replace(split, mesh=after))
     loop.train(dataclasses.replace(split, mesh=(), output=str(folder / "whole")))
     assert len(losses("alone")) == 6
     assert losses("alone")[-1] < losses("alone")[0]
@@ -201,4 +202,6 @@ if __name__ == "__main__":
     chex.set_n_cpu_devices(8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    {"gradients": check_gradients, "updates": check_updates, "runs": check_runs}[sys.argv[1]](Path(sys.argv[2]))
+    {"gradients": check_gradients, "updates": check_updates, "runs": check_runs}[sys.argv[1]](
+        Path(sys.argv[2]), [tuple(map(int, sizes.split(","))) for sizes in sys.argv[3:]]
+    )

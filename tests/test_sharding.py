@@ -36,11 +36,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("check", ["gradients", "updates", "runs"])
-def test_eight_devices_train_as_one_does(folder: Path, check: str):
+@pytest.mark.parametrize(
+    ("check", "meshes"),
+    [
+        ("gradients", "2,2,2"),
+        ("updates", "2,2,2"),
+        ("runs", "8,1,1 2,2,2"),
+        pytest.param("gradients", "8,1,1 1,8,1 1,1,8", marks=pytest.mark.full),
+        pytest.param("updates", "8,1,1 1,8,1 1,1,8", marks=pytest.mark.full),
+    ],
+)
+def test_eight_devices_train_as_one_does(folder: Path, check: str, meshes: str):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.on_eight_devices", check, str(folder)], capture_output=True, text=True, cwd=ROOT,
-        timeout=900, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-m", "tests.on_eight_devices", check, str(folder), *meshes.split()], capture_output=True,
+        text=True, cwd=ROOT, timeout=900, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
