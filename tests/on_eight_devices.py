@@ -22,6 +22,7 @@ from eagle3_jax.target import Target
 from eagle3_jax.training import loop
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.head import soft_cross_entropy
 from eagle3_jax.training.loss import find_slots, training_time_test_loss
 from eagle3_jax.training.start import label_head
 from eagle3_jax.training.step import Teacher, TrainState, make_optimizer, make_train_step, target_features
@@ -85,6 +86,19 @@ def gradients(folder: Path, mesh: Any) -> Any:
     return (batch.taps, batch.hidden, loss, sums, gradient), batch.argmax
 
 
+def head_alone() -> Any:
+    """Losses and guesses of the head on random states; some rows of the vocabulary are equal, in parts far apart."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    head = draw(96, 16)
+    head = head.at[70].set(head[3])
+    wanted = jnp.asarray(rng.random(64) < 0.8)[None].repeat(STEPS, 0)
+    sweep = jax.jit(soft_cross_entropy)
+    total, losses, guesses = sweep(draw(STEPS, 64, 16), head, draw(64, 16), draw(96, 16), wanted * 0.1, wanted)
+    assert {3, *range(60, 70)} & set(np.asarray(guesses)[np.asarray(wanted)].tolist())
+    return total, losses * wanted, guesses * wanted
+
+
 def updates(folder: Path, mesh: Any, count: int) -> tuple[Any, list[float], TrainState]:
     """Parameters and losses after some updates of two micro-batches each."""
     target, draft = models(folder, mesh)
@@ -113,6 +127,7 @@ def check_gradients(folder: Path, meshes: list[Sizes]) -> None:
     """Loss, metrics and gradients on every mesh as on one device; large arrays really split."""
     alone, argmax = gradients(folder, None)
     assert float(alone[3].trained[0]) > 20
+    swept = head_alone()
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(models(folder)[0].params))
     for sizes in meshes:
         mesh = make_mesh(sizes)
@@ -120,6 +135,7 @@ def check_gradients(folder: Path, meshes: list[Sizes]) -> None:
             found, said = gradients(folder, mesh)
             close(found, alone, 1e-5)
             np.testing.assert_array_equal(said, argmax)
+            close(head_alone(), swept, 1e-5)
             target, draft = models(folder, mesh)
         print(sizes, "target: bytes on each device", held(target.params), "of", whole)
         parts = sizes[1] * sizes[2]
