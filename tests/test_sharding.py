@@ -40,10 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("check", "meshes"),
     [
         ("gradients", "2,2,2"),
-        ("updates", "2,2,2"),
         ("runs", "8,1,1 2,2,2"),
         pytest.param("gradients", "8,1,1 1,8,1 1,1,8", marks=pytest.mark.full),
-        pytest.param("updates", "8,1,1 1,8,1 1,1,8", marks=pytest.mark.full),
+        pytest.param("updates", "8,1,1 1,8,1 2,2,2 1,1,8", marks=pytest.mark.full),
     ],
 )
 def test_eight_devices_train_as_one_does(folder: Path, check: str, meshes: str):
