@@ -123,11 +123,6 @@ def batch_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(name for name in BATCH if sizes[name] > 1)
 
 
-def batch_parts(mesh: Mesh) -> int:
-    """In how many parts the rows of a batch are split."""
-    return math.prod(mesh.shape[name] for name in BATCH)
-
-
 def put_batch(tree: Any, mesh: Mesh | None, before: int = 0) -> Any:
     """Arrays of rows, split over the mesh; `before` dimensions come before the rows."""
     if mesh is None:

@@ -142,26 +142,6 @@ def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return x if bias is None else x + bias.reshape((1, 1, *bias.shape))
 
 
-def _attention_block(
-    layer: TargetLayer,
-    x: jax.Array,
-    table: tuple[jax.Array, jax.Array],
-    segments: Sequence[Segment],
-    mask: jax.Array | None,
-    documents: jax.Array | None,
-    backend: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q = rotate(_bias(linear(x, layer.q), layer.q_bias), table)
-    k = rotate(_bias(linear(x, layer.k), layer.k_bias), table).transpose(0, 2, 3, 1)
-    v = _bias(linear(x, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
-    if documents is not None:
-        mixed = packed_attend(q, k, v, documents)
-    else:
-        assert mask is not None
-        mixed = attend(q, [*segments, Segment(k, v, mask)], backend)
-    return _bias(linear(mixed, layer.o), layer.o_bias), k, v
-
-
 def _mlp_block(layer: TargetLayer, x: jax.Array) -> jax.Array:
     if layer.gate_bias is None:
         return swiglu(x, layer.gate, layer.up, layer.down)
@@ -183,8 +163,15 @@ def _layer(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer; jitted so that it is traced once for all layers, which the compiler then inlines."""
     normed = rms_norm(x, layer.input_norm, eps)
-    attended, k, v = _attention_block(layer, normed, table, segments, mask, documents, backend)
-    x = x + attended
+    q = rotate(_bias(linear(normed, layer.q), layer.q_bias), table)
+    k = rotate(_bias(linear(normed, layer.k), layer.k_bias), table).transpose(0, 2, 3, 1)
+    v = _bias(linear(normed, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
+    if documents is not None:
+        mixed = packed_attend(q, k, v, documents)
+    else:
+        assert mask is not None
+        mixed = attend(q, [*segments, Segment(k, v, mask)], backend)
+    x = x + _bias(linear(mixed, layer.o), layer.o_bias)
     x = x + _mlp_block(layer, rms_norm(x, layer.post_norm, eps))
     return constrain(x, "batch", None, None), k, v
 

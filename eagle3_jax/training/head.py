@@ -55,7 +55,7 @@ def soft_cross_entropy(
       The weighted sum, the cross-entropy of each slot [S, M], and the draft's guesses [S, M] int32 (draft ids); both
       mean nothing where not wanted. Gradients flow from the first only.
     """
-    return _sweep(hidden, head, label_hidden, label_head, weights, wanted, False)[:3]
+    return _sweep(hidden, head, label_hidden, label_head, weights, wanted, gradients=False)[:3]
 
 
 def _wanted_first(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,15 +128,7 @@ def _chunk(
     return jax.lax.scan(one, None, (jnp.arange(steps), hidden, weights))[1]
 
 
-def _sweep(
-    hidden: jax.Array,
-    head: jax.Array,
-    label_hidden: jax.Array,
-    label_head: jax.Array,
-    weights: jax.Array,
-    wanted: jax.Array,
-    gradients: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
+def _sweep(*arrays: jax.Array, gradients: bool) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
     """`soft_cross_entropy`, and with `gradients` those with respect to `hidden` and `head`.
 
     On a mesh each device sweeps its own rows, over its own part of the vocabulary: moving tokens between devices to
@@ -144,27 +136,16 @@ def _sweep(
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return _own_sweep(hidden, head, label_hidden, label_head, weights, wanted, gradients, None)
-    rows = batch_axes(mesh.shape)
-    split = mesh.shape["tensor"] > 1 and head.shape[0] % mesh.shape["tensor"] == 0
-    columns = "tensor" if split else None
-
-    def own(hidden, head, label_hidden, label_head, weights, wanted):
-        total, losses, guesses, found = _own_sweep(
-            hidden, head, label_hidden, label_head, weights, wanted, gradients, columns
-        )
-        if rows:
-            total = jax.lax.psum(total, rows)
-            found = found and (found[0], jax.lax.psum(found[1], rows))
-        return total, losses, guesses, found
-
+        return _own_sweep(*arrays, gradients=gradients)
+    rows, parts = batch_axes(mesh.shape), mesh.shape["tensor"]
+    columns = "tensor" if parts > 1 and arrays[1].shape[0] % parts == 0 else None
     by_slot, by_column = PartitionSpec(None, rows), PartitionSpec(columns)
     return jax.shard_map(
-        own,
+        partial(_own_sweep, gradients=gradients, columns=columns, rows=rows),
         in_specs=(by_slot, by_column, PartitionSpec(rows), by_column, by_slot, by_slot),
         out_specs=(PartitionSpec(), by_slot, by_slot, (by_slot, by_column) if gradients else None),
         check_vma=False,
-    )(hidden, head, label_hidden, label_head, weights, wanted)
+    )(*arrays)
 
 
 def _own_sweep(
@@ -174,10 +155,12 @@ def _own_sweep(
     label_head: jax.Array,
     weights: jax.Array,
     wanted: jax.Array,
+    *,
     gradients: bool,
-    columns: str | None,
+    columns: str | None = None,
+    rows: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """The sweep of one device; `columns` as in `_chunk`."""
+    """The sweep of one device; `columns` as in `_chunk`, `rows` the axes of the mesh that split the tokens."""
     steps, tokens, width = hidden.shape
     # Equal chunks of at most HEAD_CHUNK tokens, the last one padded.
     count = ceil_div(tokens, HEAD_CHUNK)
@@ -230,11 +213,16 @@ def _own_sweep(
     done = jax.lax.fori_loop(0, ceil_div(used, length), body, done)
     losses, guesses = restore(done[0]), restore(done[1])
     total = jnp.sum(jnp.where(weights > 0, losses * weights, 0.0))
-    return total, losses, guesses, (restore(done[2]), done[3].T.astype(head.dtype)) if gradients else None
+    if rows:
+        total = jax.lax.psum(total, rows)
+    if not gradients:
+        return total, losses, guesses, None
+    head_gradient = done[3].T.astype(head.dtype)
+    return total, losses, guesses, (restore(done[2]), jax.lax.psum(head_gradient, rows) if rows else head_gradient)
 
 
 def _forward(hidden, head, label_hidden, label_head, weights, wanted):
-    *out, gradients = _sweep(hidden, head, label_hidden, label_head, weights, wanted, True)
+    *out, gradients = _sweep(hidden, head, label_hidden, label_head, weights, wanted, gradients=True)
     return tuple(out), gradients
 
 

@@ -24,7 +24,7 @@ from eagle3_jax.checkpoint import fingerprint, load_draft, load_target
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import teacher_forced
-from eagle3_jax.params import ParamSpec, count_params
+from eagle3_jax.params import count_params
 from eagle3_jax.sharding import entered, make_mesh, put_batch, replicated, shardings, unsplit
 from eagle3_jax.target import Target, target_specs
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
@@ -215,10 +215,10 @@ def _prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> _
         specs = draft_specs(draft_config)
         for note in unsplit((target_specs(target.config), specs), mesh):
             logger.info("%s", note)
-        params = jax.device_put(params, shardings(specs, mesh))
+        places = shardings(specs, mesh)
+        params = jax.device_put(params, places)
         vocab = jax.device_put(vocab, replicated(mesh))
-        assert isinstance(specs.lm_head, ParamSpec)
-        head = jax.device_put(head, shardings(specs.lm_head, mesh))
+        head = jax.device_put(head, places.lm_head)
     draft = Draft(params=params, vocab=vocab, embed=target.params.embed, config=draft_config)
     return _Setup(target, draft, Teacher(label_head=head), rows, train_order, held_out, online, mesh)
 
