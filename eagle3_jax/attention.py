@@ -20,6 +20,10 @@ from eagle3_jax.layers import contract
 # Who computes the target's attention: the products below, which run anywhere, or jax.nn.dot_product_attention, whose
 # "cudnn" is a fused kernel for NVIDIA GPUs in bf16 or fp16 and whose "xla" is the same call for any device.
 BACKENDS = ("einsum", "xla", "cudnn")
+# Who computes the attention of packed rows: all queries at once, which is the form that the others are checked against;
+# chunks of queries, for any device; or the TPU's kernel.
+PACKED = ("reference", "chunked", "splash")
+LANES = 128  # what that kernel wants rows and heads to be multiples of
 QUERY_CHUNK = 512  # queries of a packed row whose scores exist at one time
 MASKED = -1e30  # finite, so that a query with every key masked, as in padding, gives a mean of the values and not NaN
 
@@ -94,6 +98,11 @@ def _library_attention(queries: jax.Array, segments: Sequence[Segment], backend:
     return out.astype(queries.dtype)
 
 
+def splash_fits(length: int, head_dim: int) -> bool:
+    """Whether the TPU's kernel takes rows of T tokens and heads of H dimensions."""
+    return length % LANES == 0 and head_dim % LANES == 0
+
+
 def document_mask(documents: jax.Array) -> jax.Array:
     """[B, T] document ids -> [B, T, T] bool: causal, within the same document; padding (0) reads itself."""
     length = documents.shape[1]
@@ -108,6 +117,7 @@ def packed_attend(
     documents: jax.Array,
     own: Sequence[tuple[jax.Array, jax.Array]] = (),
     *,
+    kind: str = "chunked",
     chunk: int = QUERY_CHUNK,
 ) -> jax.Array:
     """Attention of packed rows: causal within each document, and at later steps of training-time test to own keys.
@@ -117,23 +127,30 @@ def packed_attend(
     keys never exists (paper section 3.2 and Figure 6; official code, cnets.py:280-310). One softmax runs over all T + s
     columns: merging two partial softmaxes through their log-sum-exp would lose the gradient through it.
 
-    Rows longer than `chunk` are read by so many queries at a time, whose scores are computed again in the backward
-    pass: memory grows with T and not with its square.
+    Rows longer than `chunk` are read by so many queries at a time ("chunked"), whose scores are computed again in the
+    backward pass: memory grows with T and not with its square. "reference" makes all scores at once; "splash" is
+    `splash.splash_attend`.
 
     Args:
       queries: [B, T, N, H], rotated; of step s at positions i + s.
       keys, values: [B, K, H, T] and [B, K, T, H] of step 0.
       documents: [B, T] int32, 0 for padding.
       own: for each step 1..s, keys [B, K, H, T] and values [B, K, T, H] made at that step.
+      kind: one of PACKED.
       chunk: c, queries at a time.
 
     Returns:
       [B, T, N, H].
     """
+    if kind == "splash":
+        # Imported here: Pallas takes a while, and only TPUs need it.
+        from eagle3_jax.splash import splash_attend
+
+        return splash_attend(queries, keys, values, documents, own)
     with jax.named_scope("packed_attention"):
         q = _grouped(queries, keys.shape[1])
         length = q.shape[3]
-        if length <= chunk:
+        if kind == "reference" or length <= chunk:
             return _ungrouped(_packed(q, keys, values, document_mask(documents), own))
         count = -(-length // chunk)
         extra = count * chunk - length

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -109,13 +109,16 @@ def read_target_config(folder: Path) -> TargetConfig:
     return TargetConfig.from_hf(read_config(folder), str(folder / "config.json"))
 
 
-def load_target(folder: Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Target:
+def load_target(
+    folder: Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, *, layers: bool = True
+) -> Target:
     """Load a HuggingFace LLaMA folder.
 
     Args:
       folder: config.json with model.safetensors or shards, in fp32, fp16 or bf16.
       dtype: of the parameters in memory.
       mesh: where to; None is jax's default device.
+      layers: False leaves the layers out: embedding, final norm and head are all that a draft needs of its target.
 
     Raises:
       InputError: see `open_tensors` and `TargetConfig.from_hf`; a missing, unread or misshapen tensor.
@@ -123,6 +126,9 @@ def load_target(folder: Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None 
     config = read_target_config(folder)
     files = open_tensors(folder)
     specs = target_specs(config)
+    if not layers:
+        inside = {spec.name for spec in jax.tree.leaves(specs.layers, is_leaf=is_spec)}
+        specs, files = dataclasses.replace(specs, layers=()), {n: f for n, f in files.items() if n not in inside}
     head, embed = specs.lm_head, specs.embed
     assert isinstance(head, ParamSpec)
     assert isinstance(embed, ParamSpec)
@@ -144,20 +150,37 @@ def load_target(folder: Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None 
 
 
 def fingerprint(target: Target) -> str:
-    """A short name for the target's weights: a hash of its norm weights in bf16.
+    """A short name for the target's weights, as `fingerprint_of` its folder."""
+    return _mark([target.params.norm, *(layer.input_norm for layer in target.params.layers)])
+
+
+def fingerprint_of(folder: Path) -> str:
+    """A short name for the weights in a target's folder: a hash of its norm weights in bf16.
 
     Norms are small, differ between models that were trained apart, and survive conversion of bf16 weights to any wider
     type; so a draft can tell whether it is used with the target it was trained for. A merged adapter that leaves the
     norms alone is not told apart.
     """
+    files, specs = open_tensors(folder), target_specs(read_target_config(folder))
+    norms = [specs.norm, *(layer.input_norm for layer in specs.layers)]
+    absent = [spec.name for spec in norms if spec.name not in files]  # type: ignore[attr-defined]
+    if absent:
+        raise InputError(
+            expected=f"the norms of a LLaMA model in {folder}",
+            found=f"no {absent[0]}",
+            remedy="The folder is of another kind of model, or incomplete.",
+        )
+    return _mark([files[spec.name][spec.name] for spec in norms])  # type: ignore[attr-defined]
+
+
+def _mark(norms: Sequence[Any]) -> str:
     digest = hashlib.sha256()
-    norms = [target.params.norm, *(layer.input_norm for layer in target.params.layers)]
     for norm in norms:
         digest.update(np.asarray(norm).astype(ml_dtypes.bfloat16).tobytes())
     return digest.hexdigest()[:16]
 
 
-def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None) -> Draft:
+def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None, *, mark: str | None = None) -> Draft:
     """Load a canonical draft folder for a target.
 
     Args:
@@ -184,20 +207,22 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None) -> 
     if not config.taps:
         config = _guess_taps(config, files, target.config, where)
     if (
-        max(config.taps) > target.config.num_layers
+        max(config.taps) > target.config.num_layers + 1
         or min(config.taps) < 0
         or list(config.taps) != sorted(set(config.taps))
     ):
         raise InputError(
-            expected=f"ascending taps between 0 and {target.config.num_layers}, the target's number of layers",
+            expected=f"ascending taps between 0 and {target.config.num_layers}, the target's number of layers (or one "
+            "more, its final hidden state)",
             found=f"taps {list(config.taps)} in {where}",
             remedy="The draft was made for another target; pass the one it belongs to.",
         )
-    if config.target_fingerprint not in (None, fingerprint(target)):
+    mark = mark or fingerprint(target)
+    if config.target_fingerprint not in (None, mark):
         logger.warning(
             "%s was trained for another target of the same shape (fingerprint %s, this target %s): answers stay right, "
             "but few drafts may be accepted",
-            folder, config.target_fingerprint, fingerprint(target),
+            folder, config.target_fingerprint, mark,
         )  # fmt: skip
     dtype = target.params.embed.dtype if dtype is None else dtype
     specs, vocab_names = draft_specs(config), {"d2t", "t2d"}

@@ -7,6 +7,7 @@ Results go to stdout, progress and notes to stderr. Exit codes: 0 done, 2 the in
 from __future__ import annotations
 
 import argparse
+import ast
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ from eagle3_jax import commands, runtime
 from eagle3_jax.attention import BACKENDS
 from eagle3_jax.errors import InputError
 from eagle3_jax.training import commands as training
+from eagle3_jax.training import data_commands as data_room
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,6 +100,17 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
     _integer(parser, "--batch", 1, default=1, help="rows decoded together")
 
 
+def _option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as in Python or else a text."""
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise argparse.ArgumentTypeError(f"{text!r}, which is not NAME=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = _Parser(
@@ -148,7 +161,29 @@ def build_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="compile without weights or data, print the bytes that a run holds, stop"
     )
     train.add_argument("--profile", metavar="DIR", help="write a jax.profiler trace of a few early updates")
+    group = train.add_argument_group("several processes, which all run the same command")
+    group.add_argument(
+        "--distributed", action="store_true", help="join the others where the cluster says how (Cloud TPU, SLURM, MPI)"
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, with --processes and --process")
+    _integer(group, "--processes", 1, metavar="N", help="how many there are")
+    _integer(group, "--process", 0, metavar="I", help="which this one is, from 0")
     train.set_defaults(run=training.train, takes_fields=True)
+
+    plan = subcommands.add_parser(
+        "plan",
+        help="what a run will take on named devices: memory, operations, time",
+        description="Compile a config's update, the target's pass and a round of decoding for devices that need not be "
+        "here, and say what they take. Takes the fields of the config as `train` does.",
+    )
+    plan.add_argument("config", help="Python file with a function config() -> TrainConfig")
+    plan.add_argument(
+        "--topology", default="local",
+        help="devices of one slice or node: local (default); a TPU slice such as v5e:2x4, v5p:2x2x4 or v6e:4x4 (needs "
+        "libtpu, not a TPU); or GPUs, such as h100:8, which are estimated by arithmetic unless they are here",
+    )  # fmt: skip
+    plan.add_argument("--json", action="store_true")
+    plan.set_defaults(run=training.plan, takes_fields=True)
 
     export = subcommands.add_parser("export", help="write a run's draft as a canonical folder")
     export.add_argument("run_folder", metavar="RUN", help="output folder of a training run")
@@ -220,7 +255,7 @@ def build_parser() -> argparse.ArgumentParser:
     regenerate.add_argument("--force", action="store_true", help="start over, replacing the output")
     _sampling(regenerate)
     _dtype(regenerate)
-    regenerate.set_defaults(run=training.regenerate)
+    regenerate.set_defaults(run=data_room.regenerate)
     features = data.add_parser(
         "features",
         help="write the target's features of a config's data to disk",
@@ -230,9 +265,47 @@ def build_parser() -> argparse.ArgumentParser:
     features.add_argument("config")
     features.add_argument("--out", required=True, help="features folder")
     _dtype(features, "bfloat16, in which features are stored")
-    features.set_defaults(run=training.features, takes_fields=True)
+    features.set_defaults(run=data_room.features, takes_fields=True)
+    look = data.add_parser(
+        "inspect",
+        help="show one row with its supervised tokens marked",
+        description="Show a row of a data file as a draft will be trained on it, supervised tokens between marks, and "
+        "how many rows were read, kept and dropped, by reason and line.",
+    )
+    look.add_argument("data", help="jsonl, as for training")
+    _integer(look, "--row", 0, default=0, help="which of the kept rows (default 0)")
+    look.add_argument("--json", action="store_true", help="tokens and spans instead of text")
+    look.set_defaults(run=data_room.inspect)
+    count = data.add_parser(
+        "vocab",
+        help="what draft vocabularies of several sizes cover",
+        description="Count the supervised tokens of data files, say what share of them the most frequent ones cover, "
+        "and write the largest vocabulary asked for. The target is not run.",
+    )
+    count.add_argument("data", nargs="+", help="jsonl, as for training")
+    _integer(
+        count, "--sizes", 1, listed=True, default=[4096, 8192, 16384, 32000, 64000], metavar="C,C,...",
+        help="default 4096,8192,16384,32000,64000",
+    )  # fmt: skip
+    count.set_defaults(run=data_room.vocab)
+    for sub in (look, count):
+        sub.add_argument("--target", required=True, help="its tokenizer and config; no weights are read")
+        sub.add_argument(
+            "--out",
+            metavar="FILE",
+            help="write there instead of to standard output"
+            if sub is look
+            else "write the largest of the vocabularies there",
+        )
+        sub.add_argument("--force", action="store_true", help="replace FILE")
+        _integer(sub, "--row-length", 3, help="cut rows there (default: the target's context)")
+        sub.add_argument("--last-turn-only", action="store_true", help="supervise the last reply alone")
+        sub.add_argument(
+            "--template", nargs="+", action="extend", default=[], type=_option, metavar="NAME=VALUE",
+            help="variables for the chat template, e.g. enable_thinking=False",
+        )  # fmt: skip
 
-    for sub in (generate, train, export, evaluate, bench, regenerate, features):
+    for sub in (generate, train, plan, export, evaluate, bench, regenerate, features, look, count):
         _common(sub)
     return parser
 

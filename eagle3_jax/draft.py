@@ -200,6 +200,7 @@ def draft_unroll(
     documents: jax.Array,
     steps: int,
     rematerialise: str = "nothing",
+    attention: str = "chunked",
 ) -> list[jax.Array]:
     """Training-time test: unroll the draft on its own outputs, with the true tokens (paper section 3.2).
 
@@ -214,6 +215,7 @@ def draft_unroll(
       documents: [B, T] int32, 0 for padding.
       steps: how many steps, at least 1.
       rematerialise: a key of REMATERIALISE.
+      attention: one of `attention.PACKED`.
 
     Returns:
       The carry [B, T, D] of each step. The last s+1 slots of step s read past the row and mean nothing.
@@ -225,7 +227,8 @@ def draft_unroll(
         residual, q, k, v = _projections(draft, carry, ahead, table)
         keys, values = (k, v) if first is None else first
         own = own if first is None else [*own, (k, v)]
-        return _output(draft, residual, packed_attend(q, keys, values, documents, own)), (k, v)
+        attended = packed_attend(q, keys, values, documents, own, kind=attention)
+        return _output(draft, residual, attended), (k, v)
 
     if rematerialise != "nothing":
         one = jax.checkpoint(one, policy=REMATERIALISE[rematerialise], static_argnums=(2,))

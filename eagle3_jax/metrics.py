@@ -49,6 +49,7 @@ def tokens_per_second(new_tokens: Iterable[int], seconds_after_first: Iterable[f
 
 def teacher_forced(
     cross_entropy: Sequence[float],
+    feature: Sequence[float],
     trained: Sequence[float],
     slots: Sequence[float],
     hits: Sequence[float],
@@ -58,13 +59,14 @@ def teacher_forced(
     """Acceptance per unrolled step from the sums of `training.loss.StepSums`.
 
     Returns:
-      cross_entropy: mean over trained slots.
+      cross_entropy, feature_loss: means over trained slots.
       accuracy: share of assistant slots whose guess at this step is the target's argmax.
       joint: share of assistant slots whose guesses up to this step are all right.
       conditional: share of right guesses among slots whose earlier guesses are all right.
     """
     return {
         "cross_entropy": [ratio(a, b) for a, b in zip(cross_entropy, trained)],
+        "feature_loss": [ratio(a, b) for a, b in zip(feature, trained)],
         "accuracy": [ratio(a, b) for a, b in zip(hits, slots)],
         "joint": [ratio(a, b) for a, b in zip(joint_hits, slots)],
         "conditional": [ratio(a, b) for a, b in zip(joint_hits, joint_before)],

@@ -123,11 +123,26 @@ def batch_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(name for name in BATCH if sizes[name] > 1)
 
 
-def put_batch(tree: Any, mesh: Mesh | None, before: int = 0) -> Any:
-    """Arrays of rows, split over the mesh; `before` dimensions come before the rows."""
-    if mesh is None:
-        return tree
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*[None] * before, batch_axes(mesh.shape))))
+def place(tree: Any, places: Any) -> Any:
+    """Arrays that every process has whole, to where they belong; each device is sent its own part.
+
+    Args:
+      tree: arrays.
+      places: one sharding for all, or a tree of them.
+    """
+    if isinstance(places, NamedSharding):
+        places = jax.tree.map(lambda _: places, tree)
+
+    def one(array: Any, where: NamedSharding) -> jax.Array:
+        whole = np.asarray(array)
+        return jax.make_array_from_callback(whole.shape, where, whole.__getitem__)
+
+    return jax.tree.map(one, tree, places)
+
+
+def by_rows(mesh: Mesh) -> NamedSharding:
+    """The first dimension is the rows of a batch."""
+    return NamedSharding(mesh, PartitionSpec(batch_axes(mesh.shape)))
 
 
 def entered(mesh: Mesh | None) -> AbstractContextManager[Any]:

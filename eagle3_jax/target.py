@@ -150,7 +150,7 @@ def _mlp_block(layer: TargetLayer, x: jax.Array) -> jax.Array:
     return _bias(linear(jax.nn.silu(gate) * up, layer.down), layer.down_bias)
 
 
-@partial(jax.jit, static_argnames=("eps", "backend"))
+@partial(jax.jit, static_argnames=("eps", "backend", "packed"))
 def _layer(
     layer: TargetLayer,
     x: jax.Array,
@@ -160,6 +160,7 @@ def _layer(
     documents: jax.Array | None,
     eps: float,
     backend: str,
+    packed: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer; jitted so that it is traced once for all layers, which the compiler then inlines."""
     normed = rms_norm(x, layer.input_norm, eps)
@@ -167,7 +168,7 @@ def _layer(
     k = rotate(_bias(linear(normed, layer.k), layer.k_bias), table).transpose(0, 2, 3, 1)
     v = _bias(linear(normed, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
     if documents is not None:
-        mixed = packed_attend(q, k, v, documents)
+        mixed = packed_attend(q, k, v, documents, kind=packed)
     else:
         assert mask is not None
         mixed = attend(q, [*segments, Segment(k, v, mask)], backend)
@@ -183,6 +184,7 @@ def target_forward(
     mask: jax.Array | None = None,
     *,
     documents: jax.Array | None = None,
+    packed: str = "chunked",
     taps: tuple[int, ...] = (),
     cache: KVCache | None = None,
     cache_mask: jax.Array | None = None,
@@ -195,7 +197,9 @@ def target_forward(
       positions: [B, T] int32; tree nodes of one level share a position.
       mask: [B, T, T] bool, which new token may read which; or
       documents: [B, T] int32 of packed rows, 0 for padding: each token reads its document up to itself.
-      taps: boundaries IN(i) to return: the state entering layer i, or for i = L leaving the last layer.
+      packed: who computes the attention of packed rows, one of `attention.PACKED`.
+      taps: boundaries IN(i) to return: the state entering layer i, for i = L leaving the last layer, for i = L + 1
+        after the final norm.
       cache: committed rows, read only.
       cache_mask: [B, T, S] bool; required with a cache.
 
@@ -219,12 +223,13 @@ def target_forward(
             past = []
             if cache is not None and cache_mask is not None:
                 past = [Segment(cache.keys[index], cache.values[index], cache_mask)]
-            x, k, v = _layer(layer, x, table, past, mask, documents, config.rms_norm_eps, target.attention)
+            x, k, v = _layer(layer, x, table, past, mask, documents, config.rms_norm_eps, target.attention, packed)
             keys.append(k)
             values.append(v)
-    tapped[config.num_layers] = x
+    hidden = rms_norm(x, params.norm, config.rms_norm_eps)
+    tapped |= {config.num_layers: x, config.num_layers + 1: hidden}
     return TargetOutput(
-        hidden=rms_norm(x, params.norm, config.rms_norm_eps),
+        hidden=hidden,
         taps=jnp.concatenate([tapped[tap] for tap in taps], axis=-1) if taps else x[..., :0],
         keys=tuple(keys),
         values=tuple(values),

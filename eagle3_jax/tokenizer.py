@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.errors import InputError
@@ -102,15 +103,27 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Text of generated tokens: special tokens left out, spaces as they are."""
-    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)  # type: ignore[return-value]
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, special: bool = False) -> str:
+    """Text of generated tokens, spaces as they are; special tokens are left out unless asked for."""
+    return tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)  # type: ignore[return-value]
 
 
 def chat_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """A conversation as the target's chat template writes it.
+
+    Args:
+      tokenizer: of the target.
+      messages: the turns.
+      add_generation_prompt: end with what opens a reply.
+      tools: descriptions of what the model may call.
+      options: further variables of the template, such as enable_thinking.
 
     Raises:
       InputError: the tokenizer has no chat template, or the template refuses these messages.
@@ -125,7 +138,11 @@ def chat_text(
         )
     try:
         return tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **options,
         )  # type: ignore[return-value]
     except (TemplateError, ValueError) as error:
         roles = ", ".join(message["role"] for message in messages) or "none"

@@ -17,13 +17,14 @@ import optax
 
 from eagle3_jax.checkpoint import load_target
 from eagle3_jax.draft import draft_specs
-from eagle3_jax.sharding import entered, make_mesh, put_batch, replicated, shardings
+from eagle3_jax.sharding import by_rows, entered, make_mesh, place, replicated, shardings
 from eagle3_jax.target import Target
 from eagle3_jax.training import loop
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.head import soft_cross_entropy
 from eagle3_jax.training.loss import find_slots, training_time_test_loss
+from eagle3_jax.training.setup import stack_batches
 from eagle3_jax.training.start import label_head
 from eagle3_jax.training.step import Teacher, TrainState, make_optimizer, make_train_step, target_features
 from tests import tiny
@@ -55,9 +56,11 @@ def batch_of(target: Target, draft: Any, mesh: Any, rows: int = 8, seed: int = 0
         spans[row, 2 + row % 5 : 11] = 1
         spans[row, 15 : 24 - row % 4] = 2
     batch = tiny.training_batch(draft, documents, spans, seed)
-    rows_of = put_batch((batch.tokens, batch.documents, batch.positions), mesh)
+    if mesh is not None:
+        batch = place(batch, by_rows(mesh))
+    rows_of = (batch.tokens, batch.documents, batch.positions)
     taps, hidden, argmax = target_features(target, *rows_of, taps=draft.config.taps)
-    return dataclasses.replace(put_batch(batch, mesh), taps=taps, hidden=hidden, argmax=argmax)
+    return dataclasses.replace(batch, taps=taps, hidden=hidden, argmax=argmax)
 
 
 def close(one: Any, other: Any, tolerance: float) -> None:
@@ -110,8 +113,9 @@ def updates(folder: Path, mesh: Any, count: int) -> tuple[Any, list[float], Trai
     losses = []
     for update in range(count):
         micro = [batch_of(target, draft, mesh, seed=2 * update + part) for part in range(2)]
-        batches = put_batch(jax.tree.map(lambda *parts: jnp.stack(parts), *micro), mesh, before=1)
-        state, sums, _ = step(state, batches, dataclasses.replace(draft, params=None), teacher, steps=STEPS)
+        state, sums, _ = step(
+            state, stack_batches(micro), dataclasses.replace(draft, params=None), teacher, steps=STEPS
+        )
         losses.append(float((sums.cross_entropy / sums.trained).sum()))
     return state.params, losses, state
 
@@ -179,7 +183,8 @@ def check_runs(folder: Path, meshes: list[Sizes]) -> None:
     before, after = meshes
     config = TrainConfig(
         target=str(folder), output="", data=(str(folder / "rows.jsonl"),), draft_vocab_size=96, taps=(0, 3, 8),
-        row_length=48, batch_rows=8, held_out_rows=8, updates=6, schedule=((6, 2),), learning_rate=1e-3, warmup=1,
+        row_length=48, batch_rows=8, held_out_rows=8, decoded_prompts=0, updates=6, schedule=((6, 2),),
+        learning_rate=1e-3, warmup=1,
         eval_every=6, save_every=3, log_every=1,
     )  # fmt: skip
     logged = lambda name: [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

@@ -427,7 +427,7 @@ def test_missing_taps_are_not_guessed_when_the_fusion_has_another_width(tmp_path
         load_draft(tmp_path / "draft", t0)
 
 
-@pytest.mark.parametrize("taps", [[2, 4, 9], [-1, 2, 4], [4, 2, 5], [2, 2, 4]])
+@pytest.mark.parametrize("taps", [[2, 4, 10], [-1, 2, 4], [4, 2, 5], [2, 2, 4]])
 def test_taps_that_the_target_does_not_have_are_refused(tmp_path: Path, t0: Target, taps: list[int]):
     drafted(t0, tmp_path / "draft")
     edit_config(tmp_path / "draft", taps=taps)

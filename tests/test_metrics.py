@@ -42,9 +42,10 @@ def test_speed_leaves_out_the_first_token() -> None:
 
 
 def test_teacher_forced_divides_each_by_its_own_count() -> None:
-    result = teacher_forced([6.0, 4.0], [3, 2], [8, 4], [4, 1], [4, 1], [8, 2])
+    result = teacher_forced([6.0, 4.0], [0.0, 1.0], [3, 2], [8, 4], [4, 1], [4, 1], [8, 2])
     assert result == {
         "cross_entropy": [2.0, 2.0],
+        "feature_loss": [0.0, 0.5],
         "accuracy": [0.5, 0.25],
         "joint": [0.5, 0.25],
         "conditional": [0.5, 0.5],

@@ -150,8 +150,10 @@ def test_taps_are_the_states_entering_each_layer_and_leaving_the_last():
     # transformers norms the last entry, so the state leaving the last layer is the one the hook caught.
     expected = [*states[:-1], last[0].numpy()]
     count = model.config.num_hidden_layers
-    taps = forward(tiny.from_hf(model), tokens, tuple(range(count + 1))).taps
-    ours = np.split(np.asarray(taps), count + 1, axis=-1)
+    taps = forward(tiny.from_hf(model), tokens, tuple(range(count + 2))).taps
+    *ours, normed = np.split(np.asarray(taps), count + 2, axis=-1)
+    # One further: after the final norm, which is what HuggingFace calls the last hidden state.
+    assert relative(normed, states[-1]) < 1e-4
     for index in range(count + 1):
         assert relative(ours[index], expected[index]) < 1e-4, index
         assert relative(ours[index], expected[(index + 1) % (count + 1)]) > 0.05, index

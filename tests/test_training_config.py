@@ -20,9 +20,13 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "data": ("a.jsonl,b.jsonl", ("a.jsonl", "b.jsonl")),
     "features": ("f", ("f",)),
     "init": ("my/draft", "my/draft"),
+    "target_dtype": ("bfloat16", "bfloat16"),
+    "last_turn_only": ("true", True),
+    "template": ("(('enable_thinking', False),)", (("enable_thinking", False),)),
     "supervise": ("all", "all"),
     "held_out_rows": ("0", 0),
     "draft_vocab_size": ("96", 96),
+    "vocab": ("ids.json", "ids.json"),
     "taps": ("(2, 4, 5)", (2, 4, 5)),
     "rope_theta": ("1e6", 1e6),
     "fc_norm": ("true", True),
@@ -33,6 +37,9 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "accumulation": ("4", 4),
     "updates": ("1_500", 1500),
     "schedule": ("((100, 1), (50, 7))", ((100, 1), (50, 7))),
+    "token_loss": ("0.1", 0.1),
+    "feature_loss": ("1", 1.0),
+    "freeze_head": ("true", True),
     "step_decay": ("1", 1.0),
     "learning_rate": ("3e-4", 3e-4),
     "warmup": ("0", 0),
@@ -42,12 +49,15 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "clip": ("1.0", 1.0),
     "compute_dtype": ("bfloat16", "bfloat16"),
     "rematerialise": ("all", "all"),
+    "attention": ("splash", "splash"),
     "mesh": ("(2,1,4)", (2, 1, 4)),
     "slices": ("2", 2),
     "seed": ("7", 7),
     "eval_every": ("10", 10),
     "save_every": ("20", 20),
     "log_every": ("1", 1),
+    "decoded_prompts": ("0", 0),
+    "writers": ("tensorboard,wandb", ("tensorboard", "wandb")),
     "keep": ("3", 3),
 }
 
@@ -146,10 +156,10 @@ def test_features_stand_in_for_data():
     dataclasses.replace(CONFIG, data=(), features=("f",)).check()
 
 
-@pytest.mark.parametrize("taps", [(), (1, 1), (2, 1), (-1, 0), (0, 9)])
+@pytest.mark.parametrize("taps", [(), (1, 1), (2, 1), (-1, 0), (0, 10)])
 def test_boundaries_that_a_target_does_not_have_are_refused(taps: tuple[int, ...]):
     check_taps((0, 3, 8), 8)
-    with pytest.raises(InputError, match="boundaries from 0 to the target's 8 layers"):
+    with pytest.raises(InputError, match="boundaries from 0 to 8, the target's number of layers"):
         check_taps(taps, 8)
 
 

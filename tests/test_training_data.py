@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 
 from eagle3_jax.errors import InputError
 from eagle3_jax.tokenizer import chat_ids, chat_text, load_tokenizer, plain_ids
-from eagle3_jax.training.data import (
-    Encoded,
-    Row,
-    RowError,
-    encode_file,
-    encode_row,
-    find_markers,
-    read_rows,
-)
+from eagle3_jax.training.data import Encoded, encode_file, encode_row, find_markers
 from eagle3_jax.training.packing import pack
+from eagle3_jax.training.rows import Row, RowError, read_rows
 from tests import tiny
 from tests.tiny_tokenizers import CHATML_TEMPLATE, chatml, llama3
 
@@ -115,12 +108,14 @@ def test_mixed_columns_a_bom_blank_lines_and_a_cut_last_line_cost_no_good_row(tm
         ({"messages": ["q"]}, "a message without 'role'"),
         ({"messages": [{"role": "user", "content": None}]}, "a message without text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a message with a part that is not text"),
-        ({"messages": [{"role": "tool", "content": "1"}]}, "a message from 'tool', which is not supported"),
+        ({"messages": [{"role": "critic", "content": "1"}]}, "a message from 'critic', which is not supported"),
         (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-            "a message with 'tool_calls', which is not supported",
+            {"messages": [{"role": "assistant", "content": "", "reasoning_content": "hm"}]},
+            "a message with 'reasoning_content', which is not supported",
         ),
-        ({"messages": [*turns("q", "a")], "tools": [{}]}, "a row with 'tools', which is not supported"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "a message without text"),
+        ({"messages": [*turns("q", "a")], "tools": "search"}, "'tools' that is not a list of objects"),
+        ({"text": "t", "tools": [{}]}, "'tools' beside a text, which has no place for them"),
         ({"messages": [*turns("q", "a")], "response": "b"}, "a response after an assistant turn"),
         ({"prompt": "q", "response": "a", "finished": "no"}, "'finished' is neither true nor false"),
         ({"prompt": "q", "text": "t"}, "several of the keys prompt, text"),
@@ -396,3 +391,58 @@ def test_smollm2_rows_begin_with_its_default_system_turn_and_supervise_the_reply
     encoded = encode(tokenizer, Row(1, "1", messages=turns("Translate 'family' into Italian.", "Famiglia.")))
     assert tokenizer.decode(encoded.tokens.tolist()).startswith("<|im_start|>system\nYou are a helpful AI assistant")
     assert replies(tokenizer, encoded) == ["Famiglia.<|im_end|>"]
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for call in m.get('tool_calls', []) %}call {{ call['function'] | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_tools_reach_the_template_and_their_results_are_not_supervised(tmp_path):
+    tokenizer = chatml(TOOLS_TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "one and one"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "two", "tool_call_id": "7"},
+        {"role": "assistant", "content": "it is two"},
+    ]
+    (row,), _ = read_rows(write(tmp_path / "rows.jsonl", [{"messages": messages, "tools": tools}]))
+    encoded = encode(tokenizer, row)
+    whole = [message | {"content": message["content"] or ""} for message in messages]
+    text = tokenizer.apply_chat_template(whole, tools=tools, tokenize=False)
+    assert tokenizer.decode(encoded.tokens.tolist()) + "\n" == text
+    assert '"name": "add"' in text
+    assert replies(tokenizer, encoded) == [
+        'call {"name": "add", "arguments": {"a": 1}}<|im_end|>', "it is two<|im_end|>",
+    ]  # fmt: skip
+
+
+def test_only_the_last_reply_is_supervised_on_demand(tmp_path):
+    rows = [{"messages": [*turns("q", "one", "r", "two", "s", "three")]}, {"prompt": "q", "response": "a"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    (first, second), report = encode_file(path, CHATML, max_length=200, last_turn_only=True)
+    assert replies(CHATML, first) == ["three<|im_end|>"]
+    assert replies(CHATML, second) == ["a<|im_end|>"]
+    assert "2 replies, 2 replies left out (rewritten in later turns, empty, or not the last)" in str(report)
+
+
+def test_options_reach_the_template(tmp_path):
+    """A target that thinks unless told not to: data must be prepared as it will be served."""
+    template = TOOLS_TEMPLATE.replace(
+        "assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<none>{% endif %}{% endif %}"
+    ).replace(
+        "{{ m['role'] }}\n",
+        "{{ m['role'] }}\n{% if m['role'] == 'assistant' and enable_thinking is false %}<none>{% endif %}",
+    )
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "q", "response": "a"}])
+    (plain,), _ = encode_file(path, chatml(template), max_length=200)
+    (blunt,), _ = encode_file(path, chatml(template), max_length=200, options={"enable_thinking": False})
+    assert "<none>" not in chatml(template).decode(plain.tokens.tolist())
+    text = chatml(template).decode(blunt.tokens.tolist())
+    assert text.count("<none>") == 1
+    assert replies(chatml(template), blunt) == replies(chatml(template), plain) == ["a<|im_end|>"]

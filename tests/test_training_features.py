@@ -21,7 +21,15 @@ from eagle3_jax.errors import InputError
 from eagle3_jax.target import Target, target_forward, target_logits
 from eagle3_jax.training import features as room
 from eagle3_jax.training import step as step_room
-from eagle3_jax.training.features import FeatureRows, Joined, Rows, features_in_loop, tap_scales, write_features
+from eagle3_jax.training.features import (
+    FeatureRows,
+    Joined,
+    Rows,
+    features_in_loop,
+    tap_rms,
+    tap_scales,
+    write_features,
+)
 from eagle3_jax.training.packing import Packed
 from tests import tiny
 
@@ -206,8 +214,8 @@ def test_tokens_and_boundaries_that_the_target_does_not_have_are_refused_before_
     packed.tokens[1, 2] = 320
     with pytest.raises(InputError, match="token ids below the target's vocabulary size 320; found token id 320"):
         write_features(tmp_path / "a", packed, t0, TAPS)
-    with pytest.raises(InputError, match=r"the target's 8 layers; found \(2, 9\)"):
-        write_features(tmp_path / "a", packed_rows(), t0, (2, 9))
+    with pytest.raises(InputError, match=r"final hidden state; found \(2, 10\)"):
+        write_features(tmp_path / "a", packed_rows(), t0, (2, 10))
     assert not (tmp_path / "a").exists()
 
 
@@ -239,4 +247,5 @@ def test_tap_scales_are_medians_over_real_tokens():
     taps[0, :, :2], taps[0, :, 2:4], taps[0, :, 4:] = 1, 2, 3
     taps[0, 1] *= 100  # a sink
     taps[0, 3] = 50  # padding
-    np.testing.assert_allclose(tap_scales(taps, np.asarray([[1, 1, 1, 0]]), 3), [1, 2, 3], rtol=1e-2)
+    rms = np.asarray(tap_rms(jnp.asarray(taps), count=3))
+    np.testing.assert_allclose(tap_scales(rms, np.asarray([[1, 1, 1, 0]])), [1, 2, 3], rtol=1e-2)

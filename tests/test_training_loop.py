@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,17 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from eagle3_jax.checkpoint import load_target, save_draft
+from eagle3_jax.checkpoint import fingerprint, load_target, save_draft
 from eagle3_jax.errors import InputError
 from eagle3_jax.training import loop
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig, load_config
+from eagle3_jax.training.evaluation import evaluate, held_out_prompts
 from eagle3_jax.training.features import FeatureRows, write_features
-from eagle3_jax.training.loop import Result, packed_rows, train
-from eagle3_jax.training.step import TrainState
+from eagle3_jax.training.loop import Result, train
+from eagle3_jax.training.reporting import finite
+from eagle3_jax.training.setup import packed_rows, prepare
+from eagle3_jax.training.step import TrainState, make_eval_step
 from tests import tiny, tiny_tokenizers
 
 TAPS = (0, 1, 2)
@@ -96,7 +100,7 @@ def settings(target: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCon
     config = TrainConfig(
         target=str(target), output="", data=(str(data),), draft_vocab_size=96, taps=TAPS, row_length=48,
         batch_rows=BATCH, updates=UPDATES, schedule=((UPDATES, 2),), learning_rate=1e-3, warmup=2, eval_every=10,
-        save_every=10, log_every=1,
+        save_every=10, log_every=1, decoded_prompts=0,
     )  # fmt: skip
     rows = packed_rows(config).tokens.shape[0]
     assert rows == 24
@@ -238,6 +242,75 @@ def test_an_interrupted_run_saves_and_continues_bit_for_bit(
     assert steps_on_disk(tmp_path / "run") == ["10", "20"]
 
 
+@pytest.mark.full
+def test_ten_kills_at_any_moment_cost_nothing(settings: TrainConfig, cache: Path, tmp_path: Path):
+    """60 updates, saved every third; killed somewhere between the first update and the last, also while saving."""
+    config = dataclasses.replace(
+        settings, updates=60, schedule=((60, 2),), save_every=3, eval_every=20, output=str(tmp_path / "straight")
+    )
+    began = time.monotonic()
+    train(config)
+    lasts = time.monotonic() - began
+    child = CHILD.split("rename = ")[0] + "train(eval(sys.argv[1]))\n"
+    rng, killed, torn = np.random.default_rng(0), [], 0
+    for attempt in range(10):
+        output = tmp_path / f"run{attempt}"
+        one = dataclasses.replace(config, output=str(output))
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", child, repr(one), str(cache)], stderr=subprocess.PIPE, text=True
+        )
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("update 1/"):
+                break
+        time.sleep(float(rng.uniform(0, lasts)))
+        process.kill()
+        process.communicate()
+        folder = output / "checkpoints"
+        torn += folder.exists() and any("tmp" in name for name in steps_on_disk(output))
+        killed.append(logged(output)[-1]["update"] if process.returncode == -signal.SIGKILL else 60)
+        assert train(one).finished
+        assert_same_run(output, tmp_path / "straight")
+        assert steps_on_disk(output) == steps_on_disk(tmp_path / "straight")
+    print("killed after", killed, "of which while saving", torn)
+    assert len(set(killed)) > 3
+
+
+def test_held_out_prompts_are_decoded_for_real(
+    settings: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), updates=1, schedule=((1, 3),), warmup=0, decoded_prompts=3,
+        final_learning_rate=1e-3,
+    )  # fmt: skip
+    found = train(config).evaluation
+    assert found["draft_length"] == 3
+    assert found["promised_tau"] == pytest.approx(1 + sum(found["joint"]))
+    assert 1 <= found["decoding_tau"] <= 4
+    assert f"tau of a chain of 3: {found['promised_tau']:.2f} promised, {found['decoding_tau']:.2f} in decoding" in (
+        capsys.readouterr().err
+    )
+    setup = prepare(dataclasses.replace(config, output=str(tmp_path / "other")), RunFolder(tmp_path / "other"))
+    requests = held_out_prompts(setup, 3, ())
+    assert len(requests) == 3
+    rows = [setup.rows[int(index)] for index in setup.held_out]
+    for request, row in zip(requests, rows):
+        start = int((row["spans"] > 0).argmax())
+        assert request.tokens == tuple(row["tokens"][:start].tolist())
+    assert len(held_out_prompts(setup, 99, ())) == len(rows)  # one document a row
+
+
+def test_layers_are_loaded_only_where_something_runs_them(settings: TrainConfig, tmp_path: Path):
+    model = load_target(Path(settings.target))
+    write_features(tmp_path / "features", packed_rows(settings), model, TAPS, batch=BATCH)
+    offline = dataclasses.replace(settings, data=(), features=(str(tmp_path / "features"),), output="")
+    for prompts, layers in ((0, 0), (1, 2)):
+        config = dataclasses.replace(offline, decoded_prompts=prompts)
+        setup = prepare(config, RunFolder(tmp_path / f"run{prompts}"))
+        assert len(setup.target.params.layers) == layers
+        assert setup.draft.config.target_fingerprint == fingerprint(model)
+
+
 def test_a_finished_run_is_left_as_it_is(straight: tuple[Path, Result], settings: TrainConfig):
     folder, _ = straight
     before = logged(folder)
@@ -267,7 +340,7 @@ def test_another_config_in_the_same_folder_is_refused(
 def test_the_head_has_the_vocabulary_that_was_asked_for(settings: TrainConfig, tmp_path: Path, size: int):
     config = dataclasses.replace(settings, output=str(tmp_path / "run"), draft_vocab_size=size, row_length=128)
     run = RunFolder(tmp_path / "run")
-    setup = loop._prepare(config, run)
+    setup = prepare(config, run)
     _, draft, vocab = run.read()
     assert setup.draft.params.lm_head.shape == (size, 64)
     assert setup.teacher.label_head.shape == (size, 64)
@@ -290,7 +363,7 @@ def test_a_run_is_not_continued_on_other_contents_under_the_same_names(settings:
         settings, target=str(tmp_path / "target"), data=(str(data),), output=str(tmp_path / "run"),
         init=str(tmp_path / "draft"),
     )  # fmt: skip
-    again = lambda: loop._prepare(config, RunFolder(tmp_path / "run"))
+    again = lambda: prepare(config, RunFolder(tmp_path / "run"))
     again()
     again()
     data.write_text(rows + rows.splitlines(keepends=True)[0], encoding="utf-8")
@@ -324,31 +397,31 @@ def test_features_on_disk_train_as_the_target_in_the_loop_does(
     assert RunFolder(tmp_path / "run").read()[2].size == 96
     with pytest.raises(InputError, match="features with row_length 40"):
         train(dataclasses.replace(config, output=str(tmp_path / "other"), row_length=40))
-    assert len(FeatureRows(tmp_path / "features", taps=TAPS, target_fingerprint=loop.fingerprint(model), row_length=48))
+    assert len(FeatureRows(tmp_path / "features", taps=TAPS, target_fingerprint=fingerprint(model), row_length=48))
 
 
 def test_too_few_rows_and_foreign_boundaries_are_refused(settings: TrainConfig, tmp_path: Path):
     config = dataclasses.replace(settings, output=str(tmp_path / "run"))
     with pytest.raises(InputError, match=r"held_out_rows \+ batch_rows = 25 packed rows, .* found 24"):
         train(dataclasses.replace(config, held_out_rows=23))
-    with pytest.raises(InputError, match="the target's 2 layers"):
-        train(dataclasses.replace(config, taps=(0, 1, 3)))
+    with pytest.raises(InputError, match="from 0 to 2, the target's number of layers"):
+        train(dataclasses.replace(config, taps=(0, 1, 4)))
     with pytest.raises(InputError, match="schedule"):
         train(dataclasses.replace(config, updates=21))
     assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_every_held_out_row_counts_once(settings: TrainConfig, tmp_path: Path):
-    setup = loop._prepare(dataclasses.replace(settings, output=str(tmp_path / "run")), RunFolder(tmp_path / "run"))
+    setup = prepare(dataclasses.replace(settings, output=str(tmp_path / "run")), RunFolder(tmp_path / "run"))
     setup.held_out = setup.held_out[:3]  # no multiple of the batch
-    step, found = loop.make_eval_step(), []
+    step, found = make_eval_step(), []
 
     def watched(*args: Any, **options: Any) -> Any:
         assert args[1].tokens.shape[0] == BATCH
         found.append(step(*args, **options))
         return found[-1]
 
-    loop.evaluate(setup, setup.draft, 2, BATCH, watched)
+    evaluate(setup, setup.draft, 2, BATCH, watched)
     spans = np.stack([setup.rows[int(index)]["spans"] for index in setup.held_out])
     for s in range(2):
         assert sum(float(sums.slots[s]) for sums in found) == tiny.assistant_slots(spans, s).sum() > 0
@@ -362,7 +435,7 @@ def test_every_shipped_recipe_runs(settings: TrainConfig, tmp_path: Path, path: 
     changes = {name: getattr(settings, name) for name in shared}
     config = dataclasses.replace(
         load_config(path), output=str(tmp_path / "run"), features=(), init="", updates=2, schedule=((1, 1), (1, 2)),
-        warmup=1, held_out_rows=2, **changes,
+        warmup=1, held_out_rows=2, mesh=(), slices=1, decoded_prompts=0, **changes,
     )  # fmt: skip
     assert train(config).finished
     assert [entry["steps"] for entry in logged(tmp_path / "run") if "steps" in entry] == [1, 2]
@@ -438,6 +511,7 @@ def test_the_latest_and_the_best_checkpoints_are_kept_and_no_others(tmp_path: Pa
     kept = []
     for update, joint in enumerate([0.5, None, 0.9, 0.1, None, 0.9, 0.2, 0.3], start=1):
         run.save(small_state(update), joint)
+        run.manager.wait_until_finished()
         kept.append(steps_on_disk(tmp_path))
     run.close()
     assert kept == [["1"], ["1", "2"], ["2", "3"], ["3", "4"], ["3", "4", "5"], ["5", "6"], ["6", "7"], ["6", "7", "8"]]
@@ -460,6 +534,7 @@ def test_the_best_of_a_run_without_held_out_rows_is_its_latest(tmp_path: Path):
         run.restore(abstract_state(small_state(0)))
     for update in (1, 2):
         run.save(small_state(update))
+    run.manager.wait_until_finished()
     assert int(run.restore(abstract_state(small_state(0)), "best").update) == 2
     run.save(small_state(2), 0.5)  # saved already: left as it is
     assert steps_on_disk(tmp_path) == ["2"]
@@ -475,4 +550,4 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path):
 
 def test_what_json_has_no_words_for_is_null_in_the_log():
     entry = {"a": float("nan"), "b": [float("inf"), 1.0, None], "c": {"d": -float("inf")}, "e": "skipped", "f": True}
-    assert loop.finite(entry) == {"a": None, "b": [None, 1.0, None], "c": {"d": None}, "e": "skipped", "f": True}
+    assert finite(entry) == {"a": None, "b": [None, 1.0, None], "c": {"d": None}, "e": "skipped", "f": True}

@@ -20,6 +20,7 @@ from eagle3_jax.metrics import teacher_forced
 from eagle3_jax.target import Target
 from eagle3_jax.training.loss import (
     Batch,
+    Objective,
     StepSums,
     find_slots,
     training_time_test_loss,
@@ -228,7 +229,7 @@ def test_rows_shorter_than_the_unrolled_steps_have_slots_at_the_first_ones_only(
 
 def test_joint_and_conditional_acceptance_are_told_apart():
     # Ten slots at each step; 8 right at first, 6 of these right again, 7 right at the second step in all.
-    told = teacher_forced([20.0, 0.0], [5.0, 0.0], [10, 10], [8, 7], [8, 6], [10, 8])
+    told = teacher_forced([20.0, 0.0], [0.0, 0.0], [5.0, 0.0], [10, 10], [8, 7], [8, 6], [10, 8])
     assert told["cross_entropy"] == [4.0, None]
     assert told["accuracy"] == [0.8, 0.7]
     assert told["joint"] == [0.8, 0.6]
@@ -274,6 +275,36 @@ def test_a_document_never_changes_its_neighbour(d0: Draft, edited: int):
             mine = documents[j]
             if mine == documents[j + 1 + s] != 0:
                 assert np.array_equal(before[0, j], after[0, j]) == (mine != edited), (s, j)
+
+
+def test_the_feature_loss_is_a_smooth_l1_to_the_targets_final_hidden_state(t0: Target, d0: Draft):
+    batch, head = tiny.training_batch(d0, DOCUMENTS, SPANS), label_head(t0, d0)
+    weights = mean_weights(d0, batch)
+    slots = find_slots(batch.spans, batch.argmax, d0.vocab.t2d, STEPS)
+    objective = Objective(token_loss=0.1, feature_loss=2.0, freeze_head=True)
+
+    def whole(params: Any) -> Any:
+        model = dataclasses.replace(d0, params=params)
+        return training_time_test_loss(model, batch, head, slots, weights, objective=objective)
+
+    (loss, sums), gradient = jax.jit(jax.value_and_grad(whole, has_aux=True), compiler_options=FAST)(d0.params)
+    carries, hidden = carries_of(d0, batch), np.asarray(batch.hidden, np.float64)
+    expected = []
+    for step, carry in enumerate(carries):
+        total = 0.0
+        for row, slot in np.argwhere(np.asarray(slots.trained[step])):
+            distance = np.abs(np.asarray(carry, np.float64)[row, slot] - hidden[row, slot + 1 + step])
+            total += np.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
+        expected.append(total)
+    np.testing.assert_allclose(sums.feature, expected, rtol=1e-5)
+    plain, plain_sums = loss_of(d0.params, d0, batch, head, weights)
+    np.testing.assert_allclose(sums.cross_entropy, plain_sums.cross_entropy, rtol=1e-6)
+    np.testing.assert_allclose(loss, 0.1 * plain + 2.0 * np.dot(weights, expected), rtol=1e-5)
+    # A frozen head has no gradient; what lies before it has both losses'.
+    assert not np.any(gradient.lm_head)
+    _, of_tokens = gradients_of(d0.params, d0, batch, head, weights)
+    assert np.abs(np.asarray(gradient.fc) - 0.1 * np.asarray(of_tokens.fc)).max() > 1e-4
+    assert np.any(np.asarray(of_tokens.lm_head))
 
 
 def test_the_gradient_of_a_reply_does_not_depend_on_the_length_of_its_prompt(t0: Target, d0: Draft):

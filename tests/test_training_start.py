@@ -20,7 +20,8 @@ from eagle3_jax.training import loop
 from eagle3_jax.training.checkpoint import RunFolder
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.features import write_features
-from eagle3_jax.training.loop import packed_rows, supervised, train
+from eagle3_jax.training.loop import train
+from eagle3_jax.training.setup import packed_rows, prepare, supervised
 from tests import tiny, tiny_tokenizers
 
 TAPS = (0, 1, 2)
@@ -38,6 +39,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return TrainConfig(
         target=str(folder), output="", data=(str(data),), draft_vocab_size=96, taps=TAPS, row_length=48, batch_rows=2,
         held_out_rows=2, updates=1, schedule=((1, 2),), learning_rate=0.0, final_learning_rate=0.0, warmup=0,
+        decoded_prompts=0,
     )  # fmt: skip
 
 
@@ -169,9 +171,9 @@ def test_rows_are_held_out_from_the_first_features_only(settings: TrainConfig, t
     config = dataclasses.replace(
         settings, output=str(tmp_path / "run"), data=(), features=tuple(str(tmp_path / name) for name in counts)
     )
-    setup = loop._prepare(config, RunFolder(tmp_path / "run"))
+    setup = prepare(config, RunFolder(tmp_path / "run"))
     assert sorted([*setup.held_out, *setup.train_order]) == list(range(sum(counts.values())))
     assert len(setup.held_out) == 2
     assert max(setup.held_out) < 4
     with pytest.raises(InputError, match="and 5 in the first folder of features; found 12, and 4"):
-        loop._prepare(dataclasses.replace(config, held_out_rows=5), RunFolder(tmp_path / "other"))
+        prepare(dataclasses.replace(config, held_out_rows=5), RunFolder(tmp_path / "other"))

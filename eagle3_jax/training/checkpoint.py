@@ -16,6 +16,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import replace_file
+from eagle3_jax.processes import first
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.step import TrainState
 from eagle3_jax.vocab import DraftVocab, vocab_from_ids
@@ -31,7 +32,10 @@ The draft that engines load: `eagle3-jax export {folder} DST`.
 """
 # A run may be resumed with other values of these; every other field decides what the numbers would have been, beyond
 # their rounding.
-_FREE_FIELDS = ("output", "eval_every", "save_every", "log_every", "keep", "rematerialise", "mesh", "slices")
+_FREE_FIELDS = (
+    "output", "eval_every", "save_every", "log_every", "keep", "decoded_prompts", "writers", "rematerialise",
+    "attention", "mesh", "slices",
+)  # fmt: skip
 
 
 class RunFolder:
@@ -64,7 +68,6 @@ class RunFolder:
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(self._keep), best]),
                     best_fn=_joint,
-                    enable_async_checkpointing=False,
                     cleanup_tmp_directories=self._writes,
                 ),
             )
@@ -138,7 +141,7 @@ class RunFolder:
             )
 
     def save(self, state: TrainState, joint: float | None = None) -> None:
-        """Save a state under its update number; a save that is cut off is never taken for one.
+        """Save a state under its update number, in the background; a save that is cut off is never taken for one.
 
         Args:
           state: to save.
@@ -148,11 +151,10 @@ class RunFolder:
         update = int(state.update)
         if update not in self.manager.all_steps():
             self.manager.save(update, args=ocp.args.StandardSave(cast(Any, state)), metrics={"joint": joint})
-            self.manager.wait_until_finished()
 
     def trim_log(self, update: int) -> None:
         """Drop what the log says about updates after this one: a killed run is about to do them again."""
-        if not self.metrics.exists():
+        if not first() or not self.metrics.exists():
             return
         kept = []
         for line in self.metrics.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -187,8 +189,9 @@ class RunFolder:
         return cast(TrainState, self.manager.restore(chosen, args=ocp.args.StandardRestore(cast(Any, abstract))))
 
     def close(self) -> None:
-        """Release orbax's threads."""
+        """Wait for a save that is under way; release orbax's threads."""
         if self._manager is not None:
+            self._manager.wait_until_finished()
             self._manager.close()
             self._manager = None
 

@@ -1,4 +1,4 @@
-"""`eagle3-jax train`, `export`, `eval`, `data regenerate` and `data features`."""
+"""`eagle3-jax train`, `plan`, `export` and `eval`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import argparse
 import json
 import logging
 import sys
-import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +13,26 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from eagle3_jax import runtime
+from eagle3_jax import processes, runtime
 from eagle3_jax.checkpoint import load_draft, load_target, read_target_config, save_draft
 from eagle3_jax.commands import tree_shape
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
-from eagle3_jax.metrics import conditional_n_alpha, joint_n_alpha, tau
+from eagle3_jax.hardware import find_topology
 from eagle3_jax.params import abstract_params
-from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl, read_lines
+from eagle3_jax.plan import make_plan, shown
 from eagle3_jax.requests import Request, check_request, plan_for
-from eagle3_jax.tokenizer import decode as decode_text
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
-from eagle3_jax.training import loop
+from eagle3_jax.training import evaluation, loop, reporting
 from eagle3_jax.training.checkpoint import RunFolder
-from eagle3_jax.training.config import TrainConfig, check_row_length, load_config, override
+from eagle3_jax.training.config import TrainConfig, check_row_length, load_config, load_shape, override
 from eagle3_jax.training.data import encode_file
-from eagle3_jax.training.dry_run import measure_memory
-from eagle3_jax.training.features import Rows, check_tokens, write_features
+from eagle3_jax.training.features import Rows, check_tokens
 from eagle3_jax.training.packing import pack
 from eagle3_jax.training.step import TrainState, make_optimizer
 
 logger = logging.getLogger(__name__)
-
-# Real decoding that falls this much short of what teacher forcing promises points to a mismatch between the two.
-GAP = 0.2
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:
@@ -50,19 +43,44 @@ def train(args: argparse.Namespace) -> int:
     """Train a draft; see `eagle3-jax train --help`."""
     config = _config(args)
     config.check()
-    print(runtime.start(args.device, "float32", args.cache_dir), file=sys.stderr)
+    if args.distributed or args.coordinator or args.processes is not None or args.process is not None:
+        processes.join(args.coordinator, args.processes, args.process)
+    info = runtime.start(args.device, "float32", args.cache_dir)
+    where = ""
+    if jax.process_count() > 1:
+        # Notes of all processes may go to one place.
+        where = f"[process {jax.process_index()}] "
+        logging.basicConfig(format=f"{where}%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+        logging.getLogger("eagle3_jax").setLevel(logging.INFO if processes.first() else logging.WARNING)
+    print(f"{where}{info}", file=sys.stderr)
     if config.compute_dtype != "float32":
         print(f"weights and optimiser in float32, activations and products in {config.compute_dtype}", file=sys.stderr)
     if args.dry_run:
-        sizes = measure_memory(config)
-        for name, size in sizes.items():
-            print(f"{name:<10}{size / 2**20:>10.1f} MiB", file=sys.stderr)
-        print(json.dumps({"bytes": sizes, "updates": config.updates}))
+        found = make_plan(config, read_target_config(Path(config.target)), find_topology("local"), decoding=False)
+        print(shown(found), file=sys.stderr)
+        print(json.dumps(found | {"updates": config.updates}))
         return 0
     result = loop.train(config, profile=None if args.profile is None else Path(args.profile))
     summary = {"output": config.output, "updates": result.updates, "held_out": result.evaluation}
-    print(json.dumps(loop.finite(summary)))
+    print(json.dumps(reporting.finite(summary)))
     return 0 if result.finished else 130
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Say what a run will take on named devices."""
+    config = _config(args)
+    config.check()
+    # Nothing runs: programs are only compiled, and not for this machine.
+    runtime.start(args.device if args.topology == "local" else "cpu", "float32", args.cache_dir)
+    folder, shape = Path(config.target), load_shape(Path(args.config))
+    if folder.exists() or shape is None:
+        shape = read_target_config(folder)
+    topology = find_topology(args.topology, config.slices)
+    # Products as the run will have them: only parity checks ask TPUs for fp32 passes.
+    with jax.default_matmul_precision("highest" if config.compute_dtype == "float32" else "default"):
+        found = make_plan(config, shape, topology)
+    print(json.dumps(found) if args.json else shown(found))
+    return 0
 
 
 def export(args: argparse.Namespace) -> int:
@@ -116,7 +134,7 @@ def evaluate(args: argparse.Namespace) -> int:
     rows = Rows(packed)
     drafting: dict[str, Any] = {"draft_length": length} if tree is None else {"tree": tree}
     plan_for(target.config, draft, **drafting)
-    forced = loop.evaluate_rows(target, draft, rows, length)
+    forced = evaluation.evaluate_rows(target, draft, rows, length)
     requests = []
     for index, document in enumerate(encoded):
         start = int((document.spans > 0).argmax())
@@ -129,18 +147,12 @@ def evaluate(args: argparse.Namespace) -> int:
             answers.append(event.answer)
             print(f"\rdecoded {len(answers)}/{len(requests)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    accepted = [count for answer in answers for count in answer.accepted]
-    promised = 1 + sum(value or 0.0 for value in forced["joint"])
-    real = tau([len(answer.token_ids) for answer in answers], [answer.verification_passes for answer in answers])
+    promised, real = evaluation.promised_tau(forced, length), evaluation.acceptance(answers, length)
     result: dict[str, Any] = {
         "rows": len(encoded),
         "draft_length": length,
         "teacher_forced": forced | {"tau": promised},
-        "decoding": {
-            "tau": real,
-            "joint": joint_n_alpha(accepted, length),
-            "conditional": conditional_n_alpha(accepted, length),
-        },
+        "decoding": real,
     }
     if args.json:
         print(json.dumps(result))
@@ -148,142 +160,7 @@ def evaluate(args: argparse.Namespace) -> int:
         print(f"{'':<16}{'tau':>6}  joint acceptance of drafts 1..{length} | conditional")
         for name in ("teacher_forced", "decoding"):
             part = result[name]
-            shown = " | ".join(loop.shown(part[key]) for key in ("joint", "conditional"))
-            print(f"{name:<16}{part['tau'] or float('nan'):>6.2f}  {shown}")
-    if real is not None and (promised - real) / promised > GAP:
-        logger.warning(
-            "real decoding accepts %.0f %% less than teacher forcing promises. Where answers are not the target's own, "
-            "that is expected; otherwise training and decoding disagree (template, taps, alignment).",
-            100 * (promised - real) / promised,
-        )
+            ratios = " | ".join(reporting.shown(part[key]) for key in ("joint", "conditional"))
+            print(f"{name:<16}{part['tau'] or float('nan'):>6.2f}  {ratios}")
+    evaluation.warn_of_gap(promised, real["tau"])
     return 0
-
-
-def features(args: argparse.Namespace) -> int:
-    """Write the features of a config's data."""
-    config = _config(args)
-    # On a CPU too: features are stored in bf16, and this is what the target's own numbers look like in bf16.
-    info = runtime.start(args.device, args.dtype or "bfloat16", args.cache_dir)
-    print(info, file=sys.stderr)
-    config.check()
-    folder = Path(config.target)
-    limit = read_target_config(folder).context_limit
-    check_row_length(config.row_length, limit)
-    packed = loop.packed_rows(config)
-    target = load_target(folder, runtime.DTYPES[info.dtype])
-    began = time.perf_counter()
-
-    def progress(done: int, total: int) -> None:
-        left = (time.perf_counter() - began) / done * (total - done)
-        print(f"features: {done}/{total} rows, {left / 60:.1f} min left", file=sys.stderr, flush=True)
-
-    taps = config.taps or target.config.default_taps
-    write_features(Path(args.out), packed, target, taps, batch=config.batch_rows, progress=progress)
-    print(args.out)
-    return 0
-
-
-def _known_ids(paths: Iterable[Path]) -> set[str]:
-    rows = (row for path in paths for row in read_jsonl(path))
-    return {str(row["id"]) for row in rows if row.get("id") is not None}
-
-
-def regenerate(args: argparse.Namespace) -> int:
-    """Let the target answer prompts, appending each answer as it ends."""
-    info = runtime.start(args.device, args.dtype, args.cache_dir)
-    print(info, file=sys.stderr)
-    out, folder = Path(args.out), Path(args.target)
-    rows = read_jsonl(Path(args.prompts))[args.skip :][: args.limit]
-    known = _known_ids(map(Path, args.exclude)) | (set() if args.force else _answered(out))
-    config = read_target_config(folder)
-    tokenizer = load_tokenizer(folder)
-    asked: list[tuple[Request, dict[str, Any]]] = []
-    answered = too_long = 0
-    for index, row in enumerate(rows):
-        where = f"row {args.skip + index + 1} of {args.prompts}"
-        name = str(args.skip + index if row.get("id") is None else row["id"])
-        if name in known:
-            answered += 1
-            continue
-        messages = prompt_messages(row, where)
-        # The first question only: later ones were written in answer to somebody else's reply.
-        first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
-        messages = messages[: first + 1]
-        ids = encode_prompt(tokenizer, messages, where)
-        if args.max_prompt_tokens is not None and len(ids) > args.max_prompt_tokens:
-            too_long += 1
-            continue
-        request = Request(
-            tokens=ids, max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed + index,
-        )  # fmt: skip
-        check_request(request, config, where)
-        asked.append((request, {"id": name, "source": row.get("source"), "messages": messages}))
-    skipped = f", {too_long} longer than {args.max_prompt_tokens} tokens left out" if too_long else ""
-    print(f"{len(asked)} prompts to answer, {answered} answered before{skipped}", file=sys.stderr)
-    if not asked:
-        return 0
-    # Prompts of like length share a short cache; groups are small enough that an interruption loses little.
-    asked.sort(key=lambda item: len(item[0].tokens))
-    target = load_target(folder, runtime.DTYPES[info.dtype])
-    ends = eos_ids(folder, tokenizer)
-    began, tokens, done = time.perf_counter(), 0, 0
-    out.parent.mkdir(parents=True, exist_ok=True)
-    group = max(args.batch * 16, 64)
-    starts = list(range(0, len(asked), group))
-    # Long and short groups alternate, so that any prefix of the output is a mix.
-    starts = [start for pair in zip(starts, reversed(starts)) for start in pair][: len(starts)]
-    # Replaced only now, when nothing can be wrong with the input any more.
-    with out.open("w" if args.force else "a", encoding="utf-8") as file:
-        for start in starts:
-            part = asked[start : start + group]
-            for event in decode(target, None, [request for request, _ in part], batch=args.batch, eos=ends):
-                if event.answer is None:
-                    continue
-                finished = event.answer.finish_reason == "stop"
-                ids = event.answer.token_ids
-                record = part[event.index][1] | {
-                    "temperature": args.temperature,
-                    "response": decode_text(tokenizer, ids[:-1] if finished else ids),
-                    "finished": finished,
-                    "n_tokens": len(ids),
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                file.flush()
-                done, tokens = done + 1, tokens + len(ids)
-                if done % 20 == 0:
-                    rate = tokens / (time.perf_counter() - began)
-                    print(
-                        f"{done}/{len(asked)} answers, {tokens} tokens, {rate:.0f} tok/s", file=sys.stderr, flush=True
-                    )
-    print(args.out)
-    return 0
-
-
-def _answered(path: Path) -> set[str]:
-    """Ids of the answers in a file whose last line an interruption may have left without its end; cuts that line off.
-
-    Raises:
-      InputError: another line does not parse; nothing is cut then.
-    """
-    if not path.exists() or not path.stat().st_size:
-        return set()
-    content = path.read_bytes()
-    whole, broken = content.rfind(b"\n") + 1, len(content)
-    if whole < broken:
-        try:
-            json.loads(content[whole:])
-            with path.open("ab") as file:
-                file.write(b"\n")
-        except ValueError:
-            if not whole:
-                raise InputError(
-                    expected=f"answers, one JSON object a line, at {path}",
-                    found="a single line that does not parse",
-                    remedy="Choose another --out, or --force to replace the file.",
-                ) from None
-            whole_lines = read_lines(content[:whole].decode("utf-8"), str(path))
-            with path.open("r+b") as file:
-                file.truncate(whole)
-            return {str(row["id"]) for row in whole_lines if row.get("id") is not None}
-    return _known_ids([path])

@@ -15,8 +15,12 @@ from typing import Any
 
 import optax
 
+from eagle3_jax.attention import PACKED, splash_fits
+from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import REMATERIALISE
 from eagle3_jax.errors import InputError
+from eagle3_jax.training.loss import Objective
+from eagle3_jax.training.reporting import WRITERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +29,20 @@ class TrainConfig:
 
     Attributes:
       target: the target's folder.
+      target_dtype: float32 or bfloat16, of the target's weights and pass where it runs in the loop.
       output: the run's folder: checkpoints, log, config.
       data: jsonl files whose assistant replies are learnt, when the target runs in the loop.
       features: folders of `eagle3-jax data features`; when given, the target's layers are not run and `data` is unused.
       init: a draft folder to continue from; empty begins with new weights.
       held_out_rows: rows never trained on, for evaluation; of several folders of features, the first one's.
+      last_turn_only: of a conversation, supervise the last reply alone.
+      template: names and values for the target's chat template, such as (("enable_thinking", False),).
       supervise: replies, as decoding will draft them, or all: every conversation whole, prompts and other models'
         answers included, which makes more of little data, in a first run that a second one on replies continues.
       draft_vocab_size: C.
-      taps: boundaries; empty means the paper's default for the target.
+      vocab: a file of `eagle3-jax data vocab` with the C tokens; empty takes the most frequent ones of the rows.
+      taps: boundaries, of which L + 1 is the target's final hidden state, after its last norm; empty means the paper's
+        default for the target.
       rope_theta: the draft's own rotary base.
       fc_norm, norm_output, norm_before_residual: see `DraftConfig`.
       row_length: T, tokens of a packed row.
@@ -41,6 +50,8 @@ class TrainConfig:
       accumulation: passes in one update.
       updates: optimiser updates in all.
       schedule: (updates, unrolled steps) in order; the updates must add up to `updates`.
+      token_loss, feature_loss, freeze_head: see `loss.Objective`; with taps=(L + 1,) and few or many steps they span
+        EAGLE's family of objectives.
       step_decay: weight of step s is step_decay^s.
       learning_rate: the peak.
       warmup: updates of linear rise.
@@ -49,21 +60,29 @@ class TrainConfig:
       compute_dtype: float32 or bfloat16, of activations and products; weights and optimiser stay in fp32.
       rematerialise: nothing, activations or all: what of each unrolled step is computed again in the backward pass,
         which saves memory and costs time.
+      attention: reference, chunked or splash (see `attention.PACKED`), or auto: splash on TPUs where rows and heads
+        allow it, else chunked.
       mesh: sizes of the axes data, fsdp and tensor of the mesh (see `sharding`), within a slice; empty uses one device.
       slices: TPU slices, or nodes, that a slower network joins; each has a copy of the weights.
       seed: of the initial weights and the order of rows.
       eval_every, save_every, log_every: in updates.
+      decoded_prompts: held-out prompts that are decoded for real at every evaluation (by a single process).
+      writers: tensorboard, wandb: where numbers go besides the run's own log.
       keep: checkpoints kept besides the best.
     """
 
     target: str
     output: str
+    target_dtype: str = "float32"
     data: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     init: str = ""
+    last_turn_only: bool = False
+    template: tuple[tuple[str, Any], ...] = ()
     supervise: str = "replies"
     held_out_rows: int = 24
     draft_vocab_size: int = 8192
+    vocab: str = ""
     taps: tuple[int, ...] = ()
     rope_theta: float = 10000.0
     fc_norm: bool = False
@@ -74,6 +93,9 @@ class TrainConfig:
     accumulation: int = 1
     updates: int = 1000
     schedule: tuple[tuple[int, int], ...] = ((1000, 7),)
+    token_loss: float = 1.0
+    feature_loss: float = 0.0
+    freeze_head: bool = False
     step_decay: float = 0.8
     learning_rate: float = 1e-4
     warmup: int = 50
@@ -83,12 +105,15 @@ class TrainConfig:
     clip: float = 0.5
     compute_dtype: str = "float32"
     rematerialise: str = "nothing"
+    attention: str = "auto"
     mesh: tuple[int, ...] = ()
     slices: int = 1
     seed: int = 0
     eval_every: int = 200
     save_every: int = 200
     log_every: int = 10
+    decoded_prompts: int = 4
+    writers: tuple[str, ...] = ()
     keep: int = 2
 
     def check(self) -> None:
@@ -115,7 +140,7 @@ class TrainConfig:
         for name in ("clip", "rope_theta"):
             value = getattr(self, name)
             self._require(0 < value < math.inf, name, "a finite number above 0", str(value))
-        for name in ("learning_rate", "step_decay", "weight_decay"):
+        for name in ("learning_rate", "step_decay", "weight_decay", "token_loss", "feature_loss"):
             value = getattr(self, name)
             self._require(0 <= value < math.inf, name, "a finite number, 0 or more", str(value))
         self._require(
@@ -132,11 +157,22 @@ class TrainConfig:
             str(self.warmup),
         )
         self._require(
-            self.compute_dtype in ("float32", "bfloat16"), "compute_dtype", "float32 or bfloat16", self.compute_dtype
-        )
+            not (self.freeze_head and self.weight_decay), "weight_decay", "0 where the head is frozen",
+            str(self.weight_decay),
+        )  # fmt: skip
+        for name in ("compute_dtype", "target_dtype"):
+            value = getattr(self, name)
+            self._require(value in ("float32", "bfloat16"), name, "float32 or bfloat16", value)
+        kinds = ("auto", *PACKED)
+        self._require(self.attention in kinds, "attention", " or ".join(kinds), self.attention)
         self._require(
             self.rematerialise in REMATERIALISE, "rematerialise", " or ".join(REMATERIALISE), self.rematerialise
         )
+        self._require(set(self.writers) <= set(WRITERS), "writers", ", ".join(WRITERS), ", ".join(self.writers))
+        self._require(
+            self.token_loss > 0 or self.feature_loss > 0, "token_loss", "a loss that is above 0", "no loss at all"
+        )
+        self._require(self.decoded_prompts >= 0, "decoded_prompts", "0 or more", str(self.decoded_prompts))
         self._require(self.supervise in ("replies", "all"), "supervise", "replies or all", self.supervise)
         self._require(
             (not self.mesh and self.slices == 1) or (len(self.mesh) == 3 and min(self.mesh) >= 1 and self.slices >= 1),
@@ -188,6 +224,28 @@ class TrainConfig:
         rise = optax.linear_schedule(self.learning_rate / self.warmup, self.learning_rate, self.warmup)
         return optax.join_schedules([rise, decay], [self.warmup])
 
+    def attention_on(self, platform: str, head_dim: int) -> str:
+        """Who computes attention there, one of `attention.PACKED`.
+
+        Raises:
+          InputError: the TPU's kernel where it cannot run.
+        """
+        possible = platform == "tpu" and splash_fits(self.row_length, head_dim)
+        if self.attention == "auto":
+            return "splash" if possible else "chunked"
+        self._require(
+            self.attention != "splash" or possible,
+            "attention",
+            "splash on TPUs only, where the row length and the heads' size are multiples of 128",
+            f"splash on {platform} with rows of {self.row_length} and heads of {head_dim}",
+        )
+        return self.attention
+
+    @property
+    def objective(self) -> Objective:
+        """What is minimised."""
+        return Objective(self.token_loss, self.feature_loss, self.freeze_head)
+
     @property
     def max_steps(self) -> int:
         """The most unrolled steps of any phase."""
@@ -198,11 +256,12 @@ def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
     """Refuse boundaries that a target does not have.
 
     Raises:
-      InputError: not ascending, or not from 0 to the number of layers.
+      InputError: not ascending, or not from 0 to the number of layers + 1.
     """
-    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers + 1:
         raise InputError(
-            expected=f"taps: ascending boundaries from 0 to the target's {num_layers} layers",
+            expected=f"taps: ascending boundaries from 0 to {num_layers}, the target's number of layers, or "
+            f"{num_layers + 1} for its final hidden state",
             found=str(taps),
             remedy="Set --taps.",
         )
@@ -228,6 +287,19 @@ def load_config(path: Path) -> TrainConfig:
     Raises:
       InputError: no such file, or no function `config` that returns a `TrainConfig`.
     """
+    return _call(path, "config", TrainConfig)
+
+
+def load_shape(path: Path) -> TargetConfig | None:
+    """The shape of a config's target, where the file has a function `target_shape()` that says it.
+
+    Raises:
+      InputError: it does not return a `TargetConfig`.
+    """
+    return _call(path, "target_shape", TargetConfig, optional=True)
+
+
+def _call(path: Path, name: str, kind: type, optional: bool = False) -> Any:
     if not path.is_file() or path.suffix != ".py":
         known = sorted(str(other) for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise InputError(
@@ -241,7 +313,7 @@ def load_config(path: Path) -> TrainConfig:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        make = getattr(module, "config", None)
+        make = getattr(module, name, None)
         result = make() if callable(make) else make
     except Exception as error:  # whatever is wrong with it, the file is the user's
         raise InputError(
@@ -249,9 +321,11 @@ def load_config(path: Path) -> TrainConfig:
             found=f"{type(error).__name__}: {error}",
             remedy="Correct the file; --debug shows where.",
         ) from error
-    if not isinstance(result, TrainConfig):
+    if make is None and optional:
+        return None
+    if not isinstance(result, kind):
         raise InputError(
-            expected=f"a function config() -> TrainConfig in {path}",
+            expected=f"a function {name}() -> {kind.__name__} in {path}",
             found="none" if make is None else f"{type(result).__name__}",
             remedy="See configs/ for examples.",
         )
@@ -307,6 +381,8 @@ def _widened(value: Any, kind: Any) -> Any:
 
 
 def _matches(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
     if typing.get_origin(kind) is not tuple:
         return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
     parts: Sequence[Any] = typing.get_args(kind)

@@ -1,85 +1,31 @@
 """Conversations to tokens with an exact mask of what the target itself would have generated.
 
-A file of rows (jsonl, several forms) is read leniently, one bad row never costs a good one, and strictly, nothing is
-dropped without a reason and a line number. Each row then becomes tokens and spans: token i has span k when it belongs
-to the k-th assistant reply, end-of-turn token included, and span 0 elsewhere. Only tokens that follow the very prefix
-which decoding would have fed to the target get a span.
+Each row of a file (`training.rows`) becomes tokens and spans: token i has span k when it belongs to the k-th assistant
+reply, end-of-turn token included, and span 0 elsewhere. Only tokens that follow the very prefix which decoding would
+have fed to the target get a span.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eagle3_jax.errors import InputError
 from eagle3_jax.tokenizer import chat_text, plain_ids
+from eagle3_jax.training.rows import ReadReport, Row, RowError, Tally, read_rows, says_something, told
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMS = (
-    '{"messages": [{"role", "content"}, ...]}',
-    '{"messages": [...], "response": text, "finished": true}',
-    '{"conversations": [{"from": "human", "value": text}, ...]}',
-    '{"prompt": text, "response": text}',
-    '{"text": conversation in the target\'s own template}',
-)
-_FORM_KEYS = ("messages", "conversations", "prompt", "text")
-_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-# Parts of a message that templates render and this reader does not carry: better no row than half a row.
-_UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content")
-_SHOWN_LINES = 5
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # Words that no template treats in a special way.
 _PROBE_USER, _PROBE_REPLY = "zqaskqz", "zqreplyqz"
-
-
-class RowError(InputError):
-    """One row that cannot be used; `reason` is the short text under which it is counted."""
-
-    def __init__(self, reason: str):
-        self.reason = reason
-        super().__init__(
-            expected="a row with an assistant reply, in one of the forms " + " | ".join(FORMS),
-            found=reason,
-            remedy="Correct the row or leave it out.",
-        )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a file: a conversation as messages, or as text in the target's template.
-
-    `finished` says whether the last reply came to its end-of-turn token; `generated` whether that reply is text which
-    the target wrote after the prompt (a "response"), rather than a turn of a dialogue.
-    """
-
-    line: int
-    id: str
-    messages: tuple[dict[str, str], ...] = ()
-    text: str | None = None
-    finished: bool = True
-    generated: bool = False
-
-
-@dataclass(frozen=True)
-class ReadReport:
-    """What became of the lines of a file; `dropped` maps each reason to its line numbers."""
-
-    path: Path
-    read: int
-    kept: int
-    blank: int
-    dropped: Mapping[str, tuple[int, ...]]
-
-    def __str__(self) -> str:
-        blank = f" ({self.blank} blank lines skipped)" if self.blank else ""
-        return f"{self.path}: {self.read} rows read{blank}, {self.kept} kept, {_told(self.dropped)}."
 
 
 @dataclass(frozen=True)
@@ -87,7 +33,7 @@ class Encoded:
     """One document: `tokens` int32 [n] and `spans` int32 [n], 0 where a token is no part of a supervised reply.
 
     `left_out` counts replies without a span although the row has them: the template shows them otherwise in a later
-    turn's history than the target wrote them, or they are empty.
+    turn's history than the target wrote them, they are empty, or only the last reply was asked for.
     """
 
     tokens: np.ndarray
@@ -114,10 +60,14 @@ class EncodeReport:
     dropped: Mapping[str, tuple[int, ...]]
 
     def __str__(self) -> str:
-        left_out = f", {self.left_out} replies left out (rewritten in later turns, or empty)" if self.left_out else ""
+        left_out = (
+            f", {self.left_out} replies left out (rewritten in later turns, empty, or not the last)"
+            if self.left_out
+            else ""
+        )
         return (
             f"{self.read} {self.rows} rows encoded: {self.tokens} tokens, {self.supervised} of them supervised in "
-            f"{self.replies} replies{left_out}; {self.cut} rows cut at {self.max_length} tokens; {_told(self.dropped)}."
+            f"{self.replies} replies{left_out}; {self.cut} rows cut at {self.max_length} tokens; {told(self.dropped)}."
         )
 
 
@@ -132,6 +82,7 @@ class Markers:
       end_of_turn: what a finished reply is followed by, up to and including that token.
       tail: everything the template writes after a reply.
       bos: the token that opens a conversation and occurs nowhere else, or "".
+      options: what the template is given besides messages and tools, such as enable_thinking.
     """
 
     header: str
@@ -141,162 +92,18 @@ class Markers:
     end_of_turn: str
     tail: str
     bos: str
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class _Tally:
-    """Line numbers under each reason."""
-
-    lines: dict[str, list[int]] = field(default_factory=dict)
-
-    def add(self, reason: str, line: int) -> None:
-        self.lines.setdefault(reason, []).append(line)
-
-    def frozen(self) -> dict[str, tuple[int, ...]]:
-        return {reason: tuple(lines) for reason, lines in self.lines.items()}
-
-
-def _told(dropped: Mapping[str, tuple[int, ...]]) -> str:
-    """Reasons with their counts and first line numbers, for a report."""
-    if not dropped:
-        return "0 dropped"
-    parts = []
-    for reason, lines in dropped.items():
-        shown = ", ".join(map(str, lines[:_SHOWN_LINES])) + (", ..." if len(lines) > _SHOWN_LINES else "")
-        parts.append(f"{len(lines)} {reason} (line{'s' if len(lines) > 1 else ''} {shown})")
-    return f"{sum(map(len, dropped.values()))} dropped: " + "; ".join(parts)
-
-
-def _content(value: Any) -> str:
-    """Text of a message: a string, or a list of text parts."""
-    if isinstance(value, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-            raise RowError("a message with a part that is not text")
-        value = "".join(str(part.get("text", "")) for part in value)
-    if not isinstance(value, str):
-        raise RowError("a message without text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError("half a surrogate pair in a text") from error
-    return value
-
-
-def _messages(value: Any, role_key: str, content_key: str) -> list[dict[str, str]]:
-    """Messages of a conversation with the roles system, user and assistant."""
-    if not isinstance(value, list):
-        raise RowError("a conversation that is not a list")
-    messages = []
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get(role_key), str):
-            raise RowError(f"a message without {role_key!r}")
-        role = _ROLES.get(message[role_key])
-        if role is None:
-            raise RowError(f"a message from {message[role_key]!r}, which is not supported")
-        unread = [key for key in _UNREAD_KEYS if message.get(key)]
-        if unread:
-            raise RowError(f"a message with {unread[0]!r}, which is not supported")
-        messages.append({"role": role, "content": _content(message.get(content_key))})
-    return messages
-
-
-def _parse(value: Any, line: int) -> Row:
-    """One row from one JSON value. Null counts as absent: files with mixed forms fill their columns with it."""
-    if not isinstance(value, dict):
-        raise RowError("not a JSON object")
-    value = {key: item for key, item in value.items() if item is not None}
-    forms = [key for key in _FORM_KEYS if key in value]
-    if len(forms) != 1:
-        raise RowError("several of the keys " + ", ".join(forms) if forms else "none of the keys of a known form")
-    if value.get("tools"):
-        raise RowError("a row with 'tools', which is not supported")
-    form = forms[0]
-    name = str(value.get("id", line))
-    finished = value.get("finished", True)
-    if not isinstance(finished, bool):
-        raise RowError("'finished' is neither true nor false")
-    if form == "text":
-        text = _content(value["text"])
-        if not text.strip():
-            raise RowError("empty text")
-        return Row(line, name, text=text)
-    if form == "messages":
-        messages = _messages(value["messages"], "role", "content")
-    elif form == "conversations":
-        messages = _messages(value["conversations"], "from", "value")
-    else:
-        messages = [{"role": "user", "content": _content(value["prompt"])}]
-    generated = "response" in value
-    if generated:
-        if messages and messages[-1]["role"] == "assistant":
-            raise RowError("a response after an assistant turn")
-        messages.append({"role": "assistant", "content": _content(value["response"])})
-    _check_turns(messages)
-    return Row(line, name, messages=tuple(messages), finished=finished, generated=generated)
-
-
-def _check_turns(messages: Sequence[Mapping[str, str]]) -> None:
-    """A conversation can train a draft when a user asked first and the last reply is not empty."""
-    if not messages:
-        raise RowError("empty conversation")
-    replies = [message["content"] for message in messages if message["role"] == "assistant"]
-    if not replies:
-        raise RowError("no assistant reply")
-    first = next(message["role"] for message in messages if message["role"] != "system")
-    if first != "user":
-        raise RowError("a reply before the first user turn")
-    if not replies[-1].strip():
-        raise RowError("empty reply")
-
-
-def read_rows(path: Path) -> tuple[list[Row], ReadReport]:
-    """Rows of a jsonl file in any mixture of `FORMS`.
-
-    Returns:
-      The good rows in file order, and the report on all lines.
-
-    Raises:
-      InputError: the file is missing, or no row is left.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(expected=f"a jsonl file at {path}", found="no such file", remedy="Check the path.")
-    rows: list[Row] = []
-    tally = _Tally()
-    read = blank = 0
-    with path.open("rb") as file:  # bytes: text mode would fail on one bad line
-        for line, raw in enumerate(file, start=1):
-            raw = raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
-            if not raw.strip():
-                blank += 1
-                continue
-            read += 1
-            try:
-                rows.append(_parse(json.loads(raw.decode("utf-8")), line))
-            except RowError as error:
-                tally.add(error.reason, line)
-            except UnicodeDecodeError:
-                tally.add("not UTF-8", line)
-            except (ValueError, RecursionError):  # of JSON, or of a number too long for Python
-                tally.add("not valid JSON", line)
-    report = ReadReport(path, read, len(rows), blank, tally.frozen())
-    if not rows:
-        raise InputError(
-            expected="rows in one of the forms " + " | ".join(FORMS),
-            found=str(report).rstrip("."),
-            remedy="Bring the file into one of these forms.",
-        )
-    return rows, report
-
-
-def find_markers(tokenizer: PreTrainedTokenizerBase) -> Markers:
-    """How the target's chat template surrounds a reply.
+def find_markers(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] = MappingProxyType({})) -> Markers:
+    """How the target's chat template surrounds a reply, under the options that it is given.
 
     Raises:
       InputError: there is no chat template, or it ends a reply with no token of its own.
     """
     user = [{"role": "user", "content": _PROBE_USER}]
-    whole = chat_text(tokenizer, [*user, {"role": "assistant", "content": _PROBE_REPLY}], add_generation_prompt=False)
+    render = partial(chat_text, tokenizer, options=options)
+    whole = render([*user, {"role": "assistant", "content": _PROBE_REPLY}], add_generation_prompt=False)
     at = whole.rfind(_PROBE_REPLY)
     tail = whole[at + len(_PROBE_REPLY) :] if at >= 0 else ""
     added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
@@ -308,8 +115,8 @@ def find_markers(tokenizer: PreTrainedTokenizerBase) -> Markers:
             remedy="Use the chat template of the instruct model.",
         )
     start, _, end_token = min(ends)
-    opened = chat_text(tokenizer, user, add_generation_prompt=True)
-    closed = chat_text(tokenizer, user, add_generation_prompt=False)
+    opened = render(user, add_generation_prompt=True)
+    closed = render(user, add_generation_prompt=False)
     header = opened.removeprefix(closed) if opened.startswith(closed) else ""
     header = header or opened[opened.rfind(_PROBE_USER) + len(_PROBE_USER) :]
     # Some models name the marker that opens every turn as their BOS (SmolLM2): that one belongs to the turns.
@@ -323,6 +130,7 @@ def find_markers(tokenizer: PreTrainedTokenizerBase) -> Markers:
         end_of_turn=tail[: start + len(end_token)],
         tail=tail,
         bos=str(bos) if opens_once else "",
+        options=options,
     )
 
 
@@ -334,7 +142,9 @@ def _chat_cuts(
 
     def render(count: int, prompt: bool) -> str:
         try:
-            return chat_text(tokenizer, row.messages[:count], add_generation_prompt=prompt)
+            return chat_text(
+                tokenizer, row.messages[:count], add_generation_prompt=prompt, tools=row.tools, options=markers.options
+            )
         except InputError as error:
             raise RowError("refused by the chat template") from error
 
@@ -357,7 +167,7 @@ def _chat_cuts(
     cuts = []
     for k in turns[:-1]:
         start, end = render(k, True), through(k, True)
-        if end is not None and end.startswith(start) and text.startswith(end) and row.messages[k]["content"].strip():
+        if end is not None and end.startswith(start) and text.startswith(end) and says_something(row.messages[k]):
             cuts.append((len(start), len(end)))
     return text, [*cuts, (len(prompt), len(text))], len(turns) - 1 - len(cuts)
 
@@ -385,7 +195,7 @@ def _text_cuts(row_text: str, markers: Markers) -> tuple[str, list[tuple[int, in
     return text[: cuts[-1][1]], cuts, left_out
 
 
-def encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, markers: Markers) -> Encoded:
+def encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, markers: Markers, last_turn_only: bool = False) -> Encoded:
     """Tokens and spans of one row, up to the end of its last reply.
 
     A reply has a span iff the tokens before it are exactly `chat_ids(messages before it, add_generation_prompt=True)`
@@ -396,11 +206,14 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, markers: Markers) -
       tokenizer: of the target.
       row: see `read_rows`.
       markers: `find_markers(tokenizer)`.
+      last_turn_only: give a span to the last reply alone.
 
     Raises:
       RowError: the row cannot be used, with the reason.
     """
     text, cuts, left_out = _chat_cuts(tokenizer, row, markers) if row.text is None else _text_cuts(row.text, markers)
+    if last_turn_only:
+        left_out, cuts = left_out + len(cuts) - 1, cuts[-1:]
     tokens = plain_ids(tokenizer, text)
     spans = np.zeros(len(tokens), np.int32)
     count = 0
@@ -422,9 +235,21 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, row: Row, markers: Markers) -
 
 
 def encode_file(
-    path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    last_turn_only: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[Encoded], EncodeReport]:
     """Documents of a jsonl file, each cut at `max_length` tokens, and the report on all rows.
+
+    Args:
+      path: the file.
+      tokenizer: of the target.
+      max_length: tokens of the longest document.
+      last_turn_only: supervise the last reply of a conversation alone.
+      options: for the chat template, such as enable_thinking.
 
     Raises:
       InputError: the file is missing or holds no usable row, the tokenizer has no usable chat template, or no row has
@@ -434,14 +259,14 @@ def encode_file(
         raise InputError(
             expected="a max_length of 3 tokens or more", found=str(max_length), remedy="Raise it: 2048 is usual."
         )
-    markers = find_markers(tokenizer)
+    markers = find_markers(tokenizer, options)
     rows, read = read_rows(path)
     encoded: list[Encoded] = []
-    tally = _Tally()
+    tally = Tally()
     cut = 0
     for row in rows:
         try:
-            document = encode_row(tokenizer, row, markers)
+            document = encode_row(tokenizer, row, markers, last_turn_only)
         except RowError as error:
             tally.add(error.reason, row.line)
             continue
@@ -455,7 +280,7 @@ def encode_file(
     if not encoded:
         raise InputError(
             expected=f"assistant replies after {markers.header!r} and before {markers.end_token!r}",
-            found=f"0 supervised tokens in {len(rows)} rows ({_told(tally.frozen())}); line {rows[0].line} reads "
+            found=f"0 supervised tokens in {len(rows)} rows ({told(tally.frozen())}); line {rows[0].line} reads "
             f"{_as_tokenised(tokenizer, rows[0])!r}",
             remedy="Check that the rows were written with this target's chat template, or pass them as messages.",
         )

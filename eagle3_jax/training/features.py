@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -286,17 +287,26 @@ def stack_rows(rows: Sequence[Row]) -> Row:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def tap_scales(taps: np.ndarray, documents: np.ndarray, count: int) -> np.ndarray:
-    """Median RMS per token of each tap: taps [R, T, A*D], documents [R, T] (0 is padding) -> [A] fp32.
+@partial(jax.jit, static_argnames=("count",))
+def tap_rms(taps: jax.Array, *, count: int) -> jax.Array:
+    """RMS of each token's state at each tap: [R, T, A*D] -> [R, T, A] fp32."""
+    parts = taps.astype(jnp.float32).reshape(*taps.shape[:2], count, -1)
+    return jnp.sqrt(jnp.mean(jnp.square(parts), axis=-1))
+
+
+def tap_scales(rms: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Typical RMS of each tap: rms [R, T, A], documents [R, T] (0 is padding) -> [A] fp32.
 
     The median, since a few attention-sink tokens are hundreds of times larger than the rest.
     """
-    real = taps.astype(np.float32)[documents > 0]
-    parts = real.reshape(real.shape[0], count, -1)
-    return np.median(np.sqrt(np.mean(np.square(parts), axis=-1)), axis=0)
+    return np.median(rms[documents > 0], axis=0)
 
 
-def features_in_loop(target: Target, taps: tuple[int, ...], rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def features_in_loop(
+    target: Target, taps: tuple[int, ...], rows: dict[str, jax.Array], attention: str = "chunked"
+) -> dict[str, jax.Array]:
     """Add the target's features to a micro-batch of rows [B, T]."""
-    tapped, hidden, argmax = target_features(target, rows["tokens"], rows["documents"], rows["positions"], taps=taps)
+    tapped, hidden, argmax = target_features(
+        target, rows["tokens"], rows["documents"], rows["positions"], taps=taps, attention=attention
+    )
     return rows | {"taps": tapped, "hidden": hidden, "argmax": argmax}

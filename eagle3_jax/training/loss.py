@@ -7,6 +7,8 @@ before the gradient, so that sums over micro-batches and devices are divided by 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -14,6 +16,25 @@ from jax.typing import DTypeLike
 
 from eagle3_jax.draft import Draft, draft_hidden, draft_unroll, fuse
 from eagle3_jax.training.head import soft_cross_entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What is minimised; the default is EAGLE-3's.
+
+    Attributes:
+      token_loss: weight of the cross-entropy with the target's distribution.
+      feature_loss: weight of a SmoothL1 between the draft's output and the target's final hidden state, mean over the
+        width (EAGLE: 1, beside a token loss of 0.1).
+      freeze_head: leave the draft's head as it is (EAGLE: the target's).
+    """
+
+    token_loss: float = 1.0
+    feature_loss: float = 0.0
+    freeze_head: bool = False
+
+
+EAGLE3 = Objective()
 
 
 @struct.dataclass
@@ -58,6 +79,7 @@ class StepSums:
 
     Attributes:
       cross_entropy: of trained slots.
+      feature: SmoothL1 of trained slots; 0 without a feature loss.
       trained: number of trained slots.
       slots: number of assistant slots.
       hits: assistant slots whose guess is the target's argmax.
@@ -66,6 +88,7 @@ class StepSums:
     """
 
     cross_entropy: jax.Array
+    feature: jax.Array
     trained: jax.Array
     slots: jax.Array
     hits: jax.Array
@@ -107,6 +130,8 @@ def training_time_test_loss(
     step_weights: jax.Array,
     compute: DTypeLike = jnp.float32,
     rematerialise: str = "nothing",
+    attention: str = "chunked",
+    objective: Objective = EAGLE3,
 ) -> tuple[jax.Array, StepSums]:
     """Unroll the draft over a batch and sum its losses.
 
@@ -117,34 +142,57 @@ def training_time_test_loss(
       slots: from `find_slots`, whose leading axis gives the number of steps.
       step_weights: [S] fp32, 0.8^s divided by the update's number of trained slots at s.
       compute: precision of activations and products; norms, softmaxes, labels and the loss are fp32 throughout.
-      rematerialise: as in `draft_unroll`.
+      rematerialise, attention: as in `draft_unroll`.
+      objective: what is minimised.
 
     Returns:
-      The loss, whose sum over the micro-batches of an update is sum_s 0.8^s * mean cross-entropy at s, and the sums
-      that metrics are made of.
+      The loss, whose sum over the micro-batches of an update is sum_s 0.8^s * (mean cross-entropy at s, and what else
+      the objective asks for), and the sums that metrics are made of.
     """
     steps, rows, length = slots.trained.shape
     features = fuse(draft, batch.taps.astype(compute))
-    carries = draft_unroll(draft, features, batch.tokens, batch.positions, batch.documents, steps, rematerialise)
+    carries = draft_unroll(
+        draft, features, batch.tokens, batch.positions, batch.documents, steps, rematerialise, attention
+    )
     flat = lambda values: values.reshape(steps, rows * length, *values.shape[3:])
-    hidden = flat(draft_hidden(draft, jnp.stack(carries)))
+    outputs = jnp.stack(carries)
+    hidden, head = flat(draft_hidden(draft, outputs)), draft.params.lm_head
+    if objective.freeze_head:
+        head = jax.lax.stop_gradient(head)
     label_hidden = batch.hidden.reshape(rows * length, -1).astype(compute)
     weights = jnp.where(flat(slots.trained), step_weights[:, None], 0.0)
     with jax.named_scope("head_and_loss"):
         loss, each, guess = soft_cross_entropy(
-            hidden, draft.params.lm_head, label_hidden, label_head.astype(compute), weights, flat(slots.assistant)
-        )
+            hidden, head, label_hidden, label_head.astype(compute), objective.token_loss * weights,
+            flat(slots.assistant),
+        )  # fmt: skip
+    apart = jnp.zeros((steps, rows, length), jnp.float32)
+    if objective.feature_loss:
+        apart = jnp.stack([_smooth_l1(carry, _later(batch.hidden, 1 + step)) for step, carry in enumerate(carries)])
+        loss = loss + objective.feature_loss * jnp.sum(jnp.where(weights > 0, weights * flat(apart), 0.0))
     guessed = jnp.take(draft.vocab.d2t, guess, mode="clip").reshape(steps, rows, length)
     truth = jnp.stack([_ahead(batch.argmax, 1 + step, -1) for step in range(steps)])
-    return loss, _sums(each.reshape(steps, rows, length), guessed == truth, slots)
+    return loss, _sums(each.reshape(steps, rows, length), apart, guessed == truth, slots)
 
 
-def _sums(cross_entropy: jax.Array, right: jax.Array, slots: Slots) -> StepSums:
+def _later(hidden: jax.Array, by: int) -> jax.Array:
+    """hidden[:, j + by] at slot j; zeros past the end of the row."""
+    return jnp.pad(hidden[:, by:], ((0, 0), (0, min(by, hidden.shape[1])), (0, 0)))
+
+
+def _smooth_l1(output: jax.Array, truth: jax.Array) -> jax.Array:
+    """Mean over the width of d^2/2 where |d| < 1, else |d| - 1/2: [B, T, D] twice -> [B, T] fp32."""
+    distance = jnp.abs(output.astype(jnp.float32) - truth.astype(jnp.float32))
+    return jnp.mean(jnp.where(distance < 1, 0.5 * jnp.square(distance), distance - 0.5), axis=-1)
+
+
+def _sums(cross_entropy: jax.Array, feature: jax.Array, right: jax.Array, slots: Slots) -> StepSums:
     joint = jnp.cumprod(right, axis=0).astype(bool)
     before = jnp.concatenate([jnp.ones_like(joint[:1]), joint[:-1]])
     count = lambda flags: jnp.sum(flags, axis=(1, 2), dtype=jnp.float32)
     return StepSums(
         cross_entropy=jnp.sum(jnp.where(slots.trained, cross_entropy, 0.0), axis=(1, 2)),
+        feature=jnp.sum(jnp.where(slots.trained, feature, 0.0), axis=(1, 2)),
         trained=count(slots.trained),
         slots=count(slots.assistant),
         hits=count(slots.assistant & right),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.checkpoint import fingerprint, load_draft
+from eagle3_jax.checkpoint import load_draft
 from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
 from eagle3_jax.draft import DraftParams, draft_specs
 from eagle3_jax.errors import InputError
@@ -39,7 +40,7 @@ def draft_mark(folder: Path) -> str:
 
 
 def describe(
-    config: TrainConfig, target: Target, taps: tuple[int, ...], rows: RowSource, stops: tuple[int, ...]
+    config: TrainConfig, target: Target, mark: str, taps: tuple[int, ...], rows: RowSource, stops: tuple[int, ...]
 ) -> tuple[DraftConfig, DraftVocab]:
     """Shape and vocabulary of the draft that a run trains: new ones, or those of the draft it continues.
 
@@ -47,7 +48,8 @@ def describe(
 
     Args:
       config: the run.
-      target: the model.
+      target: the model, with or without its layers.
+      mark: `checkpoint.fingerprint_of` it.
       taps: boundaries that the features come from.
       rows: count the tokens of a new vocabulary.
       stops: end-of-sequence ids, always in a new vocabulary.
@@ -57,11 +59,11 @@ def describe(
     """
     longest = 1 + max(int(rows.text(index)["positions"].max()) for index in range(len(rows)))
     if config.init:
-        return _continued(config, target, taps, longest)
-    vocab, coverage = choose_vocab(rows, config.draft_vocab_size, target.config.vocab_size, stops)
+        return _continued(config, target, mark, taps, longest)
+    vocab, coverage = choose_vocab(rows, config, target.config.vocab_size, stops)
     logger.info("draft vocabulary: %d tokens cover %.2f %% of those in replies", vocab.size, 100 * coverage)
     shape = new_shape(config, target.config, taps)
-    return dataclasses.replace(shape, trained_length=longest, target_fingerprint=fingerprint(target)), vocab
+    return dataclasses.replace(shape, trained_length=longest, target_fingerprint=mark), vocab
 
 
 def new_shape(config: TrainConfig, target: TargetConfig, taps: tuple[int, ...]) -> DraftConfig:
@@ -78,9 +80,9 @@ def new_shape(config: TrainConfig, target: TargetConfig, taps: tuple[int, ...]) 
 
 
 def _continued(
-    config: TrainConfig, target: Target, taps: tuple[int, ...], longest: int
+    config: TrainConfig, target: Target, mark: str, taps: tuple[int, ...], longest: int
 ) -> tuple[DraftConfig, DraftVocab]:
-    draft = load_draft(Path(config.init), target)
+    draft = load_draft(Path(config.init), target, mark=mark)
     shape = draft.config
     pairs = {
         "taps": (taps, shape.taps),
@@ -98,17 +100,50 @@ def _continued(
             remedy="Give the run the values of the draft that it continues, or begin without --init.",
         )
     length = max(longest, shape.trained_length or 0)
-    return dataclasses.replace(shape, trained_length=length, target_fingerprint=fingerprint(target)), draft.vocab
+    return dataclasses.replace(shape, trained_length=length, target_fingerprint=mark), draft.vocab
 
 
-def choose_vocab(rows: RowSource, size: int, vocab_size: int, always: tuple[int, ...]) -> tuple[DraftVocab, float]:
-    """The most frequent tokens of replies, and the share of their tokens that these cover."""
+def choose_vocab(
+    rows: RowSource, config: TrainConfig, vocab_size: int, always: tuple[int, ...]
+) -> tuple[DraftVocab, float]:
+    """The config's own vocabulary or the most frequent tokens of replies, and the share of their tokens that it covers.
+
+    Raises:
+      InputError: the file of the vocabulary is no such file, of another target, or of another size.
+    """
     counts = np.zeros(vocab_size, np.int64)
     for index in range(len(rows)):
         row = rows.text(index)
         counts += np.bincount(row["tokens"][row["spans"] > 0], minlength=vocab_size)
-    ids = most_frequent(counts, size, always)
+    if config.vocab:
+        ids = read_vocab(Path(config.vocab), config.draft_vocab_size, vocab_size)
+    else:
+        ids = most_frequent(counts, config.draft_vocab_size, always)
     return vocab_from_ids(ids, vocab_size), float(counts[ids].sum() / max(1, counts.sum()))
+
+
+def read_vocab(path: Path, size: int, vocab_size: int) -> np.ndarray:
+    """Ids of a vocabulary that `eagle3-jax data vocab --out` wrote: [C].
+
+    Raises:
+      InputError: no such file, another size, another target's vocabulary.
+    """
+    found = "no such file"
+    if path.is_file():
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            ids, whole = np.asarray(record["ids"], np.int64), int(record["vocab_size"])
+        except (ValueError, KeyError, TypeError):
+            found = "something else"
+        else:
+            if ids.shape == (size,) and whole == vocab_size:
+                return ids
+            found = f"{ids.size} of {whole} tokens"
+    raise InputError(
+        expected=f"a draft vocabulary at {path}: {size} of {vocab_size} tokens",
+        found=found,
+        remedy="Write one with `eagle3-jax data vocab --sizes C --out FILE`, and set --draft_vocab_size to its size.",
+    )
 
 
 def label_head(target: Target, vocab: DraftVocab) -> jax.Array:

@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from eagle3_jax.draft import Draft, DraftParams, draft_specs
 from eagle3_jax.sampling import most_likely
-from eagle3_jax.sharding import constrain, constrain_params
+from eagle3_jax.sharding import constrain, constrain_params, replicated
 from eagle3_jax.target import Target, target_forward
 from eagle3_jax.training.head import ceil_div
 from eagle3_jax.training.loss import (
+    EAGLE3,
     Batch,
+    Objective,
     Slots,
     StepSums,
     find_slots,
@@ -66,9 +69,33 @@ def make_optimizer(
     )
 
 
-@partial(jax.jit, static_argnames=("taps",))
+def init_optimizer(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None) -> Any:
+    """The optimiser's first state, each part where its parameter lies; of abstract parameters an abstract one."""
+    shapes = jax.eval_shape(optimizer.init, params)
+    abstract = isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct)
+    if mesh is None:
+        return shapes if abstract else optimizer.init(params)
+    placed = optax.tree_map_params(
+        optimizer,
+        lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
+        shapes,
+        params,
+        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh)),
+    )
+    if abstract:
+        return placed
+    return jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, placed))(params)
+
+
+@partial(jax.jit, static_argnames=("taps", "attention"))
 def target_features(
-    target: Target, tokens: jax.Array, documents: jax.Array, positions: jax.Array, *, taps: tuple[int, ...]
+    target: Target,
+    tokens: jax.Array,
+    documents: jax.Array,
+    positions: jax.Array,
+    *,
+    taps: tuple[int, ...],
+    attention: str = "chunked",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run the target over packed rows.
 
@@ -76,12 +103,13 @@ def target_features(
       target: the model.
       tokens, documents, positions: [B, T] int32.
       taps: boundaries to return.
+      attention: one of `attention.PACKED`.
 
     Returns:
       taps [B, T, A*D], final hidden [B, T, D], argmax over the whole vocabulary [B, T] int32 (taken in chunks of
       tokens, so that no [B, T, V] array exists).
     """
-    out = target_forward(target, tokens, positions, documents=documents, taps=taps)
+    out = target_forward(target, tokens, positions, documents=documents, packed=attention, taps=taps)
     rows, length, width = out.hidden.shape
     # Chunks of columns, not of rows, which a mesh splits.
     chunks = min(length, ceil_div(rows * length, ARGMAX_CHUNK))
@@ -102,6 +130,8 @@ def make_train_step(
     decay: float,
     compute: DTypeLike = jnp.float32,
     rematerialise: str = "nothing",
+    attention: str = "chunked",
+    objective: Objective = EAGLE3,
 ):
     """Build the jitted update.
 
@@ -110,6 +140,8 @@ def make_train_step(
       decay: weight of step s is decay^s.
       compute: precision of activations and products; parameters stay in theirs (fp32 masters).
       rematerialise: what of each unrolled step is computed again in the backward pass, as in `draft_unroll`.
+      attention: one of `attention.PACKED`.
+      objective: what is minimised.
 
     Returns:
       step(state, batches, model, teacher, steps) -> (state, sums, norms), with batches a `Batch` whose arrays have a
@@ -119,7 +151,15 @@ def make_train_step(
 
     def loss_fn(params: DraftParams, model: Draft, batch: Batch, teacher: Teacher, slots: Slots, weights: jax.Array):
         return training_time_test_loss(
-            dataclasses.replace(model, params=params), batch, teacher.label_head, slots, weights, compute, rematerialise
+            dataclasses.replace(model, params=params),
+            batch,
+            teacher.label_head,
+            slots,
+            weights,
+            compute,
+            rematerialise,
+            attention,
+            objective,
         )
 
     @partial(jax.jit, static_argnames=("steps",), donate_argnames=("state",))
@@ -133,16 +173,17 @@ def make_train_step(
 
         def micro(gradient, item):
             batch, slot = item
-            (_, sums), new = jax.value_and_grad(loss_fn, has_aux=True)(
+            (loss, sums), new = jax.value_and_grad(loss_fn, has_aux=True)(
                 state.params, model, batch, teacher, slot, weights
             )
-            return jax.tree.map(jnp.add, gradient, new), sums
+            return jax.tree.map(jnp.add, gradient, new), (loss, sums)
 
         specs = draft_specs(model.config)
         zeros = constrain_params(jax.tree.map(jnp.zeros_like, state.params), specs)
-        gradient, every = jax.lax.scan(micro, zeros, (batches, slots))
+        gradient, (losses, every) = jax.lax.scan(micro, zeros, (batches, slots))
         gradient = constrain_params(gradient, specs)
-        sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), every)
+        # On every device, whose process reads them.
+        sums = jax.tree.map(lambda values: constrain(jnp.sum(values, axis=0), None), every)
         norm = optax.tree.norm(gradient)
         good = jnp.isfinite(norm) & (trained[0] > 0)
         # optax raises floats to an integer count, which strict dtype promotion would refuse.
@@ -156,20 +197,20 @@ def make_train_step(
             update=state.update + 1,
             skipped=state.skipped + jnp.where(good, 0, 1).astype(jnp.int32),
         )
-        return state, sums, {"gradient_norm": norm, "applied": good}
+        return state, sums, {"loss": jnp.sum(losses), "gradient_norm": norm, "applied": good}
 
     return step
 
 
-def make_eval_step(compute: DTypeLike = jnp.float32):
+def make_eval_step(compute: DTypeLike = jnp.float32, attention: str = "chunked"):
     """Build the jitted evaluation: (model, batch, teacher, steps) -> `StepSums`, teacher-forced."""
 
     @partial(jax.jit, static_argnames=("steps",))
     def step(model: Draft, batch: Batch, teacher: Teacher, *, steps: int) -> StepSums:
         slots = find_slots(batch.spans, batch.argmax, model.vocab.t2d, steps)
         _, sums = training_time_test_loss(
-            model, batch, teacher.label_head, slots, jnp.ones(steps, jnp.float32), compute
+            model, batch, teacher.label_head, slots, jnp.ones(steps, jnp.float32), compute, attention=attention
         )
-        return sums
+        return jax.tree.map(lambda values: constrain(values, None), sums)
 
     return step

@@ -1,0 +1,105 @@
+"""What accelerators can do: the numbers of their makers, for plans and rooflines.
+
+Sources: Google Cloud's pages on TPU v4, v5e, v5p and v6e ("system architecture"); NVIDIA's data sheets of A100, H100
+SXM and H200 (dense bf16, without sparsity). `hbm` of a TPU is what its compiler lets a program use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from typing import Any
+
+from eagle3_jax.errors import InputError
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device.
+
+    Attributes:
+      platform: tpu or gpu.
+      hbm: bytes of memory.
+      flops: bf16 products, per second.
+      hbm_bandwidth: bytes per second.
+      network: bytes per second to its neighbours in the slice or node, all links, one direction.
+      slow_network: bytes per second to other slices or nodes.
+    """
+
+    platform: str
+    hbm: float
+    flops: float
+    hbm_bandwidth: float
+    network: float
+    slow_network: float
+
+
+CHIPS = {
+    "v4": Chip("tpu", 30.75 * GIB, 275e12, 1228e9, 270e9, 3.1e9),
+    "v5e": Chip("tpu", 15.75 * GIB, 197e12, 819e9, 180e9, 3.1e9),
+    "v5p": Chip("tpu", 95.74 * GIB, 459e12, 2765e9, 540e9, 6.2e9),
+    "v6e": Chip("tpu", 31.25 * GIB, 918e12, 1640e9, 360e9, 6.2e9),
+    "a100": Chip("gpu", 79 * GIB, 312e12, 2039e9, 300e9, 25e9),
+    "h100": Chip("gpu", 79 * GIB, 989e12, 3350e9, 450e9, 50e9),
+    "h200": Chip("gpu", 140 * GIB, 989e12, 4800e9, 450e9, 50e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Named devices.
+
+    Attributes:
+      name: as given.
+      chip: what each of them can do; None for the local devices.
+      count: how many, over all slices.
+      devices: that programs can be compiled for; None where only arithmetic is possible.
+    """
+
+    name: str
+    chip: Chip | None
+    count: int
+    devices: list[Any] | None
+
+
+def find_topology(name: str, slices: int = 1) -> Topology:
+    """The devices of a name: "local", a TPU slice ("v5e:2x4", compiled for by libtpu), or GPUs of a node ("h100:8").
+
+    Args:
+      name: of one slice, or node.
+      slices: how many of them.
+
+    Raises:
+      InputError: an unknown name; libtpu is not installed or knows no such slice.
+    """
+    import jax
+
+    if name == "local":
+        return Topology(name, None, jax.device_count(), list(jax.devices()))
+    kind, _, size = name.partition(":")
+    wanted = "local, or a chip and a shape, as in v5e:2x4, v5p:2x2x4, h100:8; chips: " + ", ".join(CHIPS)
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
+        raise InputError(expected=f"--topology {wanted}", found=name, remedy="Name the devices of one slice or node.")
+    chip, count = CHIPS[kind], slices
+    for part in size.split("x"):
+        count *= int(part)
+    if chip.platform == "gpu":
+        return Topology(name, chip, count, None)
+    # Off-cloud, libtpu would ask a metadata server that is not there.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    try:
+        more = {"num_slices": slices} if slices > 1 else {}
+        devices = topologies.get_topology_desc(name, "tpu", **more).devices
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise InputError(
+            expected=f"libtpu, which compiles for {name} on any Linux machine",
+            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            remedy="Install it beside jax (pip install 'eagle3-jax[plan]'; pyproject.toml has the pairs that were "
+            "tried), and name a slice that exists, e.g. v5e:2x4, v5p:2x2x4, v6e:2x4.",
+        ) from error
+    return Topology(name, chip, len(devices), list(devices))

@@ -1,0 +1,349 @@
+"""What a run will take, before it is paid for: its programs compiled for devices that need not be here.
+
+For a TPU slice libtpu compiles the real update, the teacher's pass and a round of decoding, and says what they need;
+for the local devices their own compiler does. GPUs that are not here are estimated by arithmetic, and marked so.
+
+A part's bytes follow from the shapes of its shards; `temporary` is the compiler's. The time is a roofline: the longest
+of what the products, the memory's traffic and the network's traffic would take at the makers' figures, so a run is
+slower than that. Traffic is counted by formulas given below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eagle3_jax.cache import cache_bucket
+from eagle3_jax.config import DraftConfig, TargetConfig
+from eagle3_jax.draft import draft_specs
+from eagle3_jax.errors import InputError
+from eagle3_jax.flops import count_flops
+from eagle3_jax.hardware import GIB, Chip, Topology
+from eagle3_jax.params import count_params
+from eagle3_jax.sharding import entered, make_mesh
+from eagle3_jax.target import target_specs
+from eagle3_jax.training.abstract import (
+    AbstractRun,
+    abstract_run,
+    device_bytes,
+    trace_round,
+    trace_teacher,
+    trace_update,
+    unique_params,
+)
+from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.head import HEAD_CHUNK, ceil_div
+from eagle3_jax.training.start import new_shape
+
+LEAST_ROW = 512  # rows that are not advised to be made shorter
+PARTS = ("target", "draft", "optimiser", "batch", "caches", "temporary")
+# "Used 17.25G of 15.75G hbm. Exceeded hbm capacity by 1.50G."
+_EXCEEDED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program and what is in memory while it runs, in bytes on each device.
+
+    Attributes:
+      parts: by PARTS, everything that is held, whether or not this program reads it.
+      arguments: of them what it reads, by the shapes of the shards.
+      compiled: argument + output + temporary - aliased bytes, as the compiler says; None where it was not asked or
+        refused.
+      seconds: it took to compile.
+    """
+
+    parts: Mapping[str, int]
+    arguments: int
+    compiled: int | None
+    seconds: float
+
+    @property
+    def total(self) -> int:
+        """Bytes while it runs."""
+        return sum(self.parts.values())
+
+
+def make_plan(config: TrainConfig, shape: TargetConfig, topology: Topology, *, decoding: bool = True) -> dict[str, Any]:
+    """Compile, or estimate, a run.
+
+    Args:
+      config: the run.
+      shape: of its target, whose weights are not read.
+      topology: the devices.
+      decoding: plan a round of decoding as well.
+
+    Returns:
+      topology, devices, estimated, fits (None where the devices' memory is not known), bytes_per_device (of the largest
+      program), programs, flops_per_step, roofline_seconds, bound, compile_seconds, advice.
+
+    Raises:
+      InputError: see `abstract_run` and `make_mesh`.
+    """
+    if topology.devices is None:
+        return _estimate(config, shape, topology)
+    mesh = make_mesh(config.mesh, slices=config.slices, devices=topology.devices) if config.mesh else None
+    if mesh is None and topology.chip is not None and topology.count > 1:
+        raise InputError(
+            expected=f"a mesh over the {topology.count} devices of {topology.name}",
+            found="no mesh in the config",
+            remedy=f"Add e.g. --mesh '(1,{topology.count},1)'.",
+        )
+    platform = topology.devices[0].platform if topology.chip is None else topology.chip.platform
+    run = abstract_run(config, shape, mesh, platform)
+    with entered(mesh):
+        flops = _flops(run)
+        programs = {"update": _update(run)}
+        if not config.features:
+            programs["teacher"] = _teacher(run)
+        if decoding:
+            programs["round"] = _round(run)
+    largest = max(programs.values(), key=lambda program: program.total)
+    found = {
+        "topology": topology.name, "devices": topology.count if mesh is not None else 1, "estimated": False,
+        "bytes_per_device": {"total": largest.total, **largest.parts},
+        "programs": {
+            name: {"total": one.total, **one.parts, "arguments": one.arguments, "compiled": one.compiled}
+            for name, one in programs.items()
+        },
+        "compile_seconds": sum(program.seconds for program in programs.values()),
+    }  # fmt: skip
+    return found | _verdict(config, shape, topology.chip, topology.count, flops, largest.total)
+
+
+def _flops(run: AbstractRun) -> int:
+    """Operations of an update and the teacher's passes that it needs, attention over all T keys included."""
+    config = run.config
+    parts = 1 if run.mesh is None else run.mesh.size // run.mesh.shape["tensor"]
+    chunks = ceil_div(config.batch_rows * config.row_length // parts, HEAD_CHUNK)
+    total = count_flops(trace_update(run, "chunked").jaxpr, trips=chunks)
+    if not config.features:
+        total += config.accumulation * count_flops(trace_teacher(run, "chunked").jaxpr)
+    return total
+
+
+def _compiled(traced: jax.stages.Traced) -> tuple[int, int | None, int, float]:
+    """Temporary bytes, the compiler's whole figure, bytes of results that nothing else counts, seconds.
+
+    A program that does not fit is refused by the TPU's compiler, which says how much it would take.
+    """
+    began = time.perf_counter()
+    lowered = traced.lower()
+    try:
+        found: Any = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        match = _EXCEEDED.search(str(error))
+        if match is None:
+            raise
+        return int(float(match[1]) * _UNITS[match[2]]), None, 0, time.perf_counter() - began
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    whole = found.argument_size_in_bytes + found.temp_size_in_bytes + results
+    return found.temp_size_in_bytes, whole, results, time.perf_counter() - began
+
+
+def _program(traced: jax.stages.Traced, held: dict[str, int], arguments: int) -> Program:
+    temporary, whole, results, seconds = _compiled(traced)
+    if whole is None:
+        # The refused figure is that of the whole program, its arguments included.
+        temporary = max(0, temporary - arguments)
+    parts = {name: held.get(name, 0) for name in PARTS} | {"temporary": temporary + results}
+    return Program(parts, arguments, whole, seconds)
+
+
+def _held(run: AbstractRun) -> dict[str, int]:
+    """What stays in memory between the programs of training."""
+    head = device_bytes(run.teacher)
+    return {
+        "target": device_bytes(run.kept) + head,
+        "draft": device_bytes(run.state.params) + device_bytes(run.model.vocab),
+        "optimiser": device_bytes(run.state.opt_state),
+        "batch": device_bytes(run.batches),
+    }
+
+
+def _update(run: AbstractRun) -> Program:
+    read = device_bytes((run.state, run.batches, run.model, run.teacher))
+    return _program(trace_update(run), _held(run), read)
+
+
+def _teacher(run: AbstractRun) -> Program:
+    rows = device_bytes(run.batches.tokens) // run.config.accumulation
+    return _program(trace_teacher(run), _held(run), device_bytes(run.target.params) + 3 * rows)
+
+
+def _round(run: AbstractRun) -> Program:
+    """Decoding alone: the target, the draft and both caches, a sequence for each part of the batch."""
+    rows = 1 if run.mesh is None else run.mesh.size // run.mesh.shape["tensor"]
+    length = cache_bucket(run.config.row_length, run.target.config.context_limit)
+    traced, state, draft = trace_round(run, rows, length)
+    held = {
+        "target": device_bytes(unique_params(run.target)),
+        "draft": device_bytes(draft.params) + device_bytes(draft.vocab),
+        "caches": device_bytes(state),
+    }
+    return _program(traced, held, sum(held.values()))
+
+
+def _estimate(config: TrainConfig, shape: TargetConfig, topology: Topology) -> dict[str, Any]:
+    """A plan by arithmetic.
+
+    Temporary bytes are the sum of: gradients in fp32, split as the draft is; the draft gathered in the compute
+    precision; for each row that a device has, what every unrolled step keeps for the backward pass; the largest layer
+    of the target, gathered twice over; one chunk of logits and their gradient, of all steps.
+    """
+    assert topology.chip is not None
+    sizes = _mesh_sizes(config, topology)
+    mesh = jax.sharding.AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+    )
+    run = abstract_run(config, shape, mesh, topology.chip.platform)  # type: ignore[arg-type]
+    with jax.sharding.use_abstract_mesh(mesh):
+        flops = _flops(run)
+    draft, parts, tensor = run.model.config, sizes["slice"] * sizes["data"] * sizes["fsdp"], sizes["tensor"]
+    wide = jnp.dtype(config.compute_dtype).itemsize
+    tokens = config.batch_rows * config.row_length // parts
+    kept = _kept_widths(config, draft, tensor) * wide * tokens * config.max_steps
+    weights = count_params(draft_specs(draft)) // tensor
+    layer = count_params(target_specs(shape).layers[0]) // tensor * jnp.dtype(config.target_dtype).itemsize
+    chunk = HEAD_CHUNK * config.max_steps * draft.draft_vocab_size // tensor * 8
+    held = _held(run)
+    temporary = held["optimiser"] // 2 + weights * wide + kept + (0 if config.features else 2 * layer) + chunk
+    bytes_of = {name: held.get(name, 0) for name in PARTS} | {"temporary": temporary}
+    total = sum(bytes_of.values())
+    found = {
+        "topology": topology.name, "devices": topology.count, "estimated": True,
+        "bytes_per_device": {"total": total, **bytes_of}, "programs": {}, "compile_seconds": 0.0,
+    }  # fmt: skip
+    return found | _verdict(config, shape, topology.chip, topology.count, flops, total)
+
+
+def _kept_widths(config: TrainConfig, draft: DraftConfig, tensor: int) -> int:
+    """Numbers that a slot of one unrolled step keeps for the backward pass, by the policy of rematerialisation."""
+    heads = (draft.num_heads + 2 * draft.num_kv_heads) * draft.head_dim // tensor
+    steps = 3 * draft.hidden_size + heads  # the carry, its normed copy for the head, its gradient; keys and values
+    if config.rematerialise == "all":
+        return steps
+    products = steps + 2 * draft.hidden_size + 2 * draft.intermediate_size // tensor
+    if config.rematerialise == "activations":
+        return products
+    return products + 8 * draft.hidden_size + 2 * draft.intermediate_size // tensor
+
+
+def _mesh_sizes(config: TrainConfig, topology: Topology) -> dict[str, int]:
+    sizes = {"slice": config.slices} | dict(zip(("data", "fsdp", "tensor"), config.mesh or (1, 1, 1)))
+    product = 1
+    for size in sizes.values():
+        product *= size
+    if product != topology.count:
+        raise InputError(
+            expected=f"a mesh over the {topology.count} devices of {topology.name}",
+            found=f"mesh {config.mesh} and {config.slices} slices",
+            remedy=f"Add e.g. --mesh '(1,{topology.count // config.slices},1)'.",
+        )
+    return sizes
+
+
+def traffic(
+    config: TrainConfig, shape: TargetConfig, draft: DraftConfig, sizes: Mapping[str, int]
+) -> tuple[float, float, float]:
+    """Bytes that each device moves in an update: through its memory, through the fast network, through the slow one.
+
+    Memory: the target's gathered weights once a micro-batch, the draft's three times an unrolled step (the pass and
+    both its gradients), 28 bytes a parameter of the optimiser's share, and 16 widths of activations for each token of
+    each layer or step. Network: gathering what fsdp splits (the target once a micro-batch, the draft twice) and
+    scattering the draft's gradients; sums of activations over tensor (two a layer, four a step); sums of gradients over
+    data, and over slices on the slow network, each twice its size.
+    """
+    tensor, fsdp = sizes["tensor"], sizes["fsdp"]
+    parts = sizes["slice"] * sizes["data"] * fsdp
+    wide, stored = jnp.dtype(config.compute_dtype).itemsize, jnp.dtype(config.target_dtype).itemsize
+    tokens = config.batch_rows * config.row_length / parts
+    online = 0 if config.features else config.accumulation
+    target = count_params(target_specs(shape).layers) / tensor * stored
+    weights = count_params(draft_specs(draft)) / tensor
+    steps = config.accumulation * config.max_steps
+    row = tokens * draft.hidden_size
+    memory = (
+        online * (target + 16 * row * shape.num_layers * stored)
+        + steps * (3 * weights * wide + 16 * row * wide)
+        + 28 * weights / fsdp
+    )
+    apart = (fsdp - 1) / fsdp
+    between = (tensor - 1) / tensor
+    network = apart * (online * target + config.accumulation * (2 * weights * wide + 4 * weights))
+    network += between * 2 * row * (online * 2 * shape.num_layers * stored + steps * 4 * wide)
+    network += 2 * 4 * weights / fsdp * (sizes["data"] - 1) / sizes["data"]
+    slow = 2 * 4 * weights / fsdp * (sizes["slice"] - 1) / sizes["slice"]
+    return memory, network, slow
+
+
+def _verdict(
+    config: TrainConfig, shape: TargetConfig, chip: Chip | None, count: int, flops: int, total: int
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"flops_per_step": flops}
+    if chip is None:
+        return found | {"fits": None, "roofline_seconds": None, "bound": None, "advice": ""}
+    draft = new_shape(config, shape, config.taps or shape.default_taps)
+    sizes = {"slice": config.slices} | dict(zip(("data", "fsdp", "tensor"), config.mesh or (1, 1, 1)))
+    memory, network, slow = traffic(config, shape, draft, sizes)
+    seconds = {
+        "compute": flops / count / chip.flops,
+        "memory": memory / chip.hbm_bandwidth,
+        "network": network / chip.network + slow / chip.slow_network,
+    }
+    bound = max(seconds, key=lambda name: seconds[name])
+    fits = total <= chip.hbm
+    advice = ""
+    if not fits:
+        advice = f"{(total - chip.hbm) / GIB:.2f} GiB a device more than {chip.hbm / GIB:.2f}: " + "; ".join(
+            _remedies(config, chip)
+        )
+    return found | {
+        "fits": fits, "roofline_seconds": seconds[bound], "bound": bound, "seconds_by_resource": seconds,
+        "advice": advice,
+    }  # fmt: skip
+
+
+def _remedies(config: TrainConfig, chip: Chip) -> list[str]:
+    """What would take less memory, cheapest first."""
+    found = []
+    if config.target_dtype == "float32" and not config.features:
+        found.append("--target_dtype bfloat16")
+    if config.compute_dtype == "float32":
+        found.append("--compute_dtype bfloat16")
+    if config.rematerialise != "all":
+        found.append("--rematerialise all")
+    if config.mesh and config.mesh[0] > 1:
+        found.append("fsdp instead of data in --mesh")
+    parts = max(1, config.slices * (config.mesh[0] * config.mesh[1] if config.mesh else 1))
+    if config.batch_rows > parts:
+        found.append(f"--batch_rows {parts} with more --accumulation")
+    if not config.features:
+        found.append("features on disk (eagle3-jax data features), which need no target in memory")
+    found.append("more devices" if config.row_length <= LEAST_ROW else "shorter rows (--row_length), more devices")
+    return found
+
+
+def shown(plan: Mapping[str, Any]) -> str:
+    """A plan as text."""
+    lines = [
+        f"{plan['topology']}, {plan['devices']} devices" + (" (estimated by arithmetic)" if plan["estimated"] else "")
+    ]
+    gib = lambda value: f"{value / GIB:9.3f} GiB"
+    lines += [f"  {name:<12}{gib(value)}" for name, value in plan["bytes_per_device"].items()]
+    for name, program in plan["programs"].items():
+        compiled = "refused by the compiler" if program["compiled"] is None else gib(program["compiled"]).strip()
+        lines.append(f"  {name:<12}{gib(program['total'])} held while it runs; itself, as compiled: {compiled}")
+    lines.append(f"  {plan['flops_per_step']:.3e} operations an update")
+    if plan["bound"]:
+        lines.append(f"  at least {plan['roofline_seconds']:.3f} s an update, bound by {plan['bound']}")
+    if plan["fits"] is not None:
+        lines.append("  fits" if plan["fits"] else f"  does not fit: {plan['advice']}")
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""Several processes that train together: joining, waiting for each other, agreeing.
+
+`jax.distributed` does the work. With one process everything here does nothing. All processes run the same programs in
+the same order; the first one writes what is written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from eagle3_jax.errors import InputError
+
+
+def join(coordinator: str | None = None, count: int | None = None, index: int | None = None) -> None:
+    """Join the other processes, before jax touches a device.
+
+    Args:
+      coordinator: HOST:PORT of the first process; None where the cluster's environment says everything (Cloud TPU,
+        SLURM, Open MPI, Kubernetes).
+      count: processes in all.
+      index: of this one, from 0.
+
+    Raises:
+      InputError: no environment that says it; the others did not come.
+    """
+    given = [value is not None for value in (coordinator, count, index)]
+    if any(given) and not all(given):
+        raise InputError(
+            expected="--coordinator, --processes and --process together",
+            found="only some of them",
+            remedy="Give all three, or --distributed where the cluster says them.",
+        )
+    try:
+        jax.distributed.initialize(coordinator, count, index)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            expected=f"{count or 'the'} processes that meet at {coordinator or 'the place that the cluster names'}",
+            found=(str(error) or type(error).__name__).splitlines()[0],
+            remedy="Start the same command once in every process, or name the place: --coordinator HOST:PORT "
+            "--processes N --process I.",
+        ) from error
+
+
+def first() -> bool:
+    """Whether this process writes what is written once."""
+    return jax.process_index() == 0
+
+
+def wait(name: str) -> None:
+    """Wait until all processes are here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def said_by_first(value: bool) -> bool:
+    """What the first process says."""
+    if jax.process_count() == 1:
+        return value
+    return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
+
+
+def any_of(value: bool) -> bool:
+    """Whether any process says so."""
+    if jax.process_count() == 1:
+        return value
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(value))))
+
+
+def on_host(array: Any) -> np.ndarray:
+    """A whole array, whoever holds its parts."""
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)

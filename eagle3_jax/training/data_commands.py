@@ -1,0 +1,255 @@
+"""`eagle3-jax data regenerate`, `inspect`, `vocab` and `features`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle3_jax import runtime
+from eagle3_jax.checkpoint import load_target, read_target_config
+from eagle3_jax.engine import decode
+from eagle3_jax.errors import InputError
+from eagle3_jax.files import replace_file
+from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl, read_lines
+from eagle3_jax.requests import Request, check_request
+from eagle3_jax.tokenizer import decode as decode_text
+from eagle3_jax.tokenizer import eos_ids, load_tokenizer
+from eagle3_jax.training.config import check_row_length, load_config, override
+from eagle3_jax.training.data import Encoded, encode_file
+from eagle3_jax.training.features import write_features
+from eagle3_jax.training.setup import packed_rows
+from eagle3_jax.vocab import most_frequent
+
+logger = logging.getLogger(__name__)
+
+# Marks around what is supervised in `data inspect`, and the colour that replaces them on a terminal.
+MARKS = ("\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}")
+COLOURS = ("\x1b[32m", "\x1b[0m")
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Show a row as the draft will be trained on it, and what became of all rows."""
+    runtime.start(args.device or "cpu", "float32", "")
+    out = _writable(args.out, args.force)
+    tokenizer, encoded = _encoded(args, [args.data], args.row_length)
+    if args.row >= len(encoded):
+        raise InputError(
+            expected=f"--row from 0 to {len(encoded) - 1}, of the rows that were kept",
+            found=str(args.row),
+            remedy="See the report above for rows that were dropped.",
+        )
+    document = encoded[args.row]
+    if args.json:
+        text = json.dumps({"tokens": document.tokens.tolist(), "spans": document.spans.tolist()})
+    else:
+        text = marked(tokenizer, document, COLOURS if out is None and sys.stdout.isatty() else MARKS)
+    _write(out, text)
+    return 0
+
+
+def marked(tokenizer: Any, document: Encoded, marks: tuple[str, str]) -> str:
+    """The text of a document with marks around its supervised spans."""
+    parts = []
+    starts = [0, *(np.flatnonzero(np.diff(document.spans)) + 1).tolist(), document.spans.size]
+    for start, stop in pairwise(starts):
+        text = decode_text(tokenizer, document.tokens[start:stop].tolist(), special=True)
+        parts.append(marks[0] + text + marks[1] if document.spans[start] else text)
+    return "".join(parts)
+
+
+def vocab(args: argparse.Namespace) -> int:
+    """Say what share of supervised tokens draft vocabularies of several sizes cover; write one of them."""
+    runtime.start(args.device or "cpu", "float32", "")
+    folder, out = Path(args.target), _writable(args.out, args.force)
+    size = read_target_config(folder).vocab_size
+    tokenizer, encoded = _encoded(args, args.data, args.row_length)
+    counts = np.zeros(size, np.int64)
+    for document in encoded:
+        counts += np.bincount(document.tokens[document.spans > 0], minlength=size)
+    stops = eos_ids(folder, tokenizer)
+    sizes = sorted({min(wanted, size) for wanted in args.sizes})
+    chosen = {wanted: most_frequent(counts, wanted, stops) for wanted in sizes}
+    coverage = {wanted: float(counts[ids].sum() / counts.sum()) for wanted, ids in chosen.items()}
+    print(f"{counts.sum()} supervised tokens, {np.count_nonzero(counts)} different ones", file=sys.stderr)
+    for wanted, share in coverage.items():
+        print(f"{wanted:>8} tokens cover {100 * share:6.2f} %", file=sys.stderr)
+    print(json.dumps({"supervised_tokens": int(counts.sum()), "coverage": coverage}))
+    if out is not None:
+        record = {"vocab_size": size, "ids": chosen[sizes[-1]].tolist()}
+        _write(out, json.dumps(record))
+        print(f"the vocabulary of {sizes[-1]} tokens is in {out}: train with --vocab {out}", file=sys.stderr)
+    return 0
+
+
+def _encoded(args: argparse.Namespace, files: Sequence[str], row_length: int | None) -> tuple[Any, list[Encoded]]:
+    folder = Path(args.target)
+    limit = read_target_config(folder).context_limit
+    check_row_length(row_length or limit, limit)
+    tokenizer = load_tokenizer(folder)
+    encoded: list[Encoded] = []
+    for name in files:
+        documents, report = encode_file(
+            Path(name), tokenizer, max_length=row_length or limit, last_turn_only=args.last_turn_only,
+            options=dict(args.template),
+        )  # fmt: skip
+        logger.info("%s", report)
+        encoded += documents
+    return tokenizer, encoded
+
+
+def _writable(out: str | None, force: bool) -> Path | None:
+    """The file to write, or None for the standard output."""
+    if out is None:
+        return None
+    path = Path(out)
+    if path.exists() and not force:
+        raise InputError(
+            expected="an --out that does not exist yet", found=str(path), remedy="Name another file, or pass --force."
+        )
+    return path
+
+
+def _write(out: Path | None, text: str) -> None:
+    if out is None:
+        print(text)
+    else:
+        replace_file(out, lambda part: part.write_text(text + "\n", encoding="utf-8"))
+
+
+def features(args: argparse.Namespace) -> int:
+    """Write the features of a config's data."""
+    config = override(load_config(Path(args.config)), args.fields)
+    # On a CPU too: features are stored in bf16, and this is what the target's own numbers look like in bf16.
+    info = runtime.start(args.device, args.dtype or "bfloat16", args.cache_dir)
+    print(info, file=sys.stderr)
+    config.check()
+    folder = Path(config.target)
+    limit = read_target_config(folder).context_limit
+    check_row_length(config.row_length, limit)
+    packed = packed_rows(config)
+    target = load_target(folder, runtime.DTYPES[info.dtype])
+    began = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        left = (time.perf_counter() - began) / done * (total - done)
+        print(f"features: {done}/{total} rows, {left / 60:.1f} min left", file=sys.stderr, flush=True)
+
+    taps = config.taps or target.config.default_taps
+    write_features(Path(args.out), packed, target, taps, batch=config.batch_rows, progress=progress)
+    print(args.out)
+    return 0
+
+
+def _known_ids(paths: Iterable[Path]) -> set[str]:
+    rows = (row for path in paths for row in read_jsonl(path))
+    return {str(row["id"]) for row in rows if row.get("id") is not None}
+
+
+def regenerate(args: argparse.Namespace) -> int:
+    """Let the target answer prompts, appending each answer as it ends."""
+    info = runtime.start(args.device, args.dtype, args.cache_dir)
+    print(info, file=sys.stderr)
+    out, folder = Path(args.out), Path(args.target)
+    rows = read_jsonl(Path(args.prompts))[args.skip :][: args.limit]
+    known = _known_ids(map(Path, args.exclude)) | (set() if args.force else _answered(out))
+    config = read_target_config(folder)
+    tokenizer = load_tokenizer(folder)
+    asked: list[tuple[Request, dict[str, Any]]] = []
+    answered = too_long = 0
+    for index, row in enumerate(rows):
+        where = f"row {args.skip + index + 1} of {args.prompts}"
+        name = str(args.skip + index if row.get("id") is None else row["id"])
+        if name in known:
+            answered += 1
+            continue
+        messages = prompt_messages(row, where)
+        # The first question only: later ones were written in answer to somebody else's reply.
+        first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
+        messages = messages[: first + 1]
+        ids = encode_prompt(tokenizer, messages, where)
+        if args.max_prompt_tokens is not None and len(ids) > args.max_prompt_tokens:
+            too_long += 1
+            continue
+        request = Request(
+            tokens=ids, max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed + index,
+        )  # fmt: skip
+        check_request(request, config, where)
+        asked.append((request, {"id": name, "source": row.get("source"), "messages": messages}))
+    skipped = f", {too_long} longer than {args.max_prompt_tokens} tokens left out" if too_long else ""
+    print(f"{len(asked)} prompts to answer, {answered} answered before{skipped}", file=sys.stderr)
+    if not asked:
+        return 0
+    # Prompts of like length share a short cache; groups are small enough that an interruption loses little.
+    asked.sort(key=lambda item: len(item[0].tokens))
+    target = load_target(folder, runtime.DTYPES[info.dtype])
+    ends = eos_ids(folder, tokenizer)
+    began, tokens, done = time.perf_counter(), 0, 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    group = max(args.batch * 16, 64)
+    starts = list(range(0, len(asked), group))
+    # Long and short groups alternate, so that any prefix of the output is a mix.
+    starts = [start for pair in zip(starts, reversed(starts)) for start in pair][: len(starts)]
+    # Replaced only now, when nothing can be wrong with the input any more.
+    with out.open("w" if args.force else "a", encoding="utf-8") as file:
+        for start in starts:
+            part = asked[start : start + group]
+            for event in decode(target, None, [request for request, _ in part], batch=args.batch, eos=ends):
+                if event.answer is None:
+                    continue
+                finished = event.answer.finish_reason == "stop"
+                ids = event.answer.token_ids
+                record = part[event.index][1] | {
+                    "temperature": args.temperature,
+                    "response": decode_text(tokenizer, ids[:-1] if finished else ids),
+                    "finished": finished,
+                    "n_tokens": len(ids),
+                }
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.flush()
+                done, tokens = done + 1, tokens + len(ids)
+                if done % 20 == 0:
+                    rate = tokens / (time.perf_counter() - began)
+                    print(
+                        f"{done}/{len(asked)} answers, {tokens} tokens, {rate:.0f} tok/s", file=sys.stderr, flush=True
+                    )
+    print(args.out)
+    return 0
+
+
+def _answered(path: Path) -> set[str]:
+    """Ids of the answers in a file whose last line an interruption may have left without its end; cuts that line off.
+
+    Raises:
+      InputError: another line does not parse; nothing is cut then.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return set()
+    content = path.read_bytes()
+    whole, broken = content.rfind(b"\n") + 1, len(content)
+    if whole < broken:
+        try:
+            json.loads(content[whole:])
+            with path.open("ab") as file:
+                file.write(b"\n")
+        except ValueError:
+            if not whole:
+                raise InputError(
+                    expected=f"answers, one JSON object a line, at {path}",
+                    found="a single line that does not parse",
+                    remedy="Choose another --out, or --force to replace the file.",
+                ) from None
+            whole_lines = read_lines(content[:whole].decode("utf-8"), str(path))
+            with path.open("r+b") as file:
+                file.truncate(whole)
+            return {str(row["id"]) for row in whole_lines if row.get("id") is not None}
+    return _known_ids([path])

@@ -1,0 +1,123 @@
+"""Held-out acceptance: teacher-forced, and what real decoding makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.draft import Draft
+from eagle3_jax.engine import decode
+from eagle3_jax.metrics import conditional_n_alpha, joint_n_alpha, tau, teacher_forced
+from eagle3_jax.requests import Answer, Request
+from eagle3_jax.target import Target
+from eagle3_jax.training.features import RowSource
+from eagle3_jax.training.loss import StepSums
+from eagle3_jax.training.setup import Setup, batch_of
+from eagle3_jax.training.start import label_head
+from eagle3_jax.training.step import Teacher, make_eval_step
+
+logger = logging.getLogger(__name__)
+
+# Real decoding that falls this much short of what teacher forcing promises points to a mismatch between the two.
+GAP = 0.2
+DECODED_TOKENS = 64  # of each held-out prompt
+DRAFT_LENGTH = 5  # of the chain, or as many as there are unrolled steps
+
+
+def metrics_of(sums: StepSums) -> dict[str, Any]:
+    """Acceptance by step from the sums of an update or an evaluation."""
+    host = jax.tree.map(lambda array: np.asarray(array, np.float64).tolist(), sums)
+    return teacher_forced(**{field.name: getattr(host, field.name) for field in dataclasses.fields(StepSums)})
+
+
+def evaluate(setup: Setup, draft: Draft, steps: int, batch_rows: int, eval_step: Any) -> dict[str, Any]:
+    """Teacher-forced metrics on all held-out rows."""
+    total: StepSums | None = None
+    for start in range(0, len(setup.held_out), batch_rows):
+        indices = [int(index) for index in setup.held_out[start : start + batch_rows]]
+        real = len(indices)
+        # A short last batch is filled up with rows that nothing counts in, so that one program serves all.
+        indices += indices[:1] * (batch_rows - real)
+        blank = lambda place, row, real=real: row if place < real else row | {"spans": np.zeros_like(row["spans"])}
+        sums = eval_step(draft, batch_of(setup, indices, change=blank), setup.teacher, steps=steps)
+        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+    return {} if total is None else metrics_of(total)
+
+
+def evaluate_rows(target: Target, draft: Draft, rows: RowSource, steps: int) -> dict[str, Any]:
+    """Teacher-forced metrics of a draft on rows without features, one row at a time."""
+    setup = Setup(
+        target=target,
+        draft=draft,
+        teacher=Teacher(label_head=label_head(target, draft.vocab)),
+        rows=rows,
+        train_order=np.arange(0),
+        held_out=np.arange(len(rows)),
+        online=True,
+        attention="chunked",
+    )
+    return evaluate(setup, draft, steps, 1, make_eval_step())
+
+
+def held_out_prompts(setup: Setup, count: int, eos: Sequence[int]) -> list[Request]:
+    """The first prompts of the held-out rows, as requests of `DECODED_TOKENS` greedy tokens.
+
+    Args:
+      setup: the run.
+      count: at most so many.
+      eos: ids that end an answer; not used here, but a prompt that ends with one was answered with nothing.
+    """
+    requests = []
+    for index in setup.held_out:
+        row = setup.rows.text(int(index))
+        for document in range(1, int(row["documents"].max()) + 1):
+            inside = row["documents"] == document
+            tokens, spans = row["tokens"][inside], row["spans"][inside]
+            if not spans.any() or len(requests) == count:
+                continue
+            prompt = tokens[: int((spans > 0).argmax())]
+            room = setup.target.config.context_limit - prompt.size
+            if prompt.size and prompt[-1] not in eos and room > 1:
+                requests.append(Request(tuple(prompt.tolist()), max_new_tokens=min(DECODED_TOKENS, room - 1)))
+    return requests
+
+
+def decode_held_out(
+    setup: Setup, draft: Draft, requests: Sequence[Request], eos: Sequence[int], length: int
+) -> float | None:
+    """Tau of greedy decoding with a chain of `length` drafts, on the prompts of `held_out_prompts`."""
+    dtype = setup.target.params.embed.dtype
+    draft = dataclasses.replace(draft, params=jax.tree.map(lambda leaf: leaf.astype(dtype), draft.params))
+    events = decode(setup.target, draft, requests, draft_length=length, eos=eos)
+    return acceptance([event.answer for event in events if event.answer is not None], length)["tau"]
+
+
+def acceptance(answers: Sequence[Answer], length: int) -> dict[str, Any]:
+    """Tau and n-alpha of answers decoded with `length` drafted levels."""
+    accepted = [count for answer in answers for count in answer.accepted]
+    return {
+        "tau": tau([len(one.token_ids) for one in answers], [one.verification_passes for one in answers]),
+        "joint": joint_n_alpha(accepted, length),
+        "conditional": conditional_n_alpha(accepted, length),
+    }
+
+
+def promised_tau(forced: dict[str, Any], length: int) -> float:
+    """The tau of a chain of `length` drafts that teacher-forced acceptance promises."""
+    return 1 + sum(value or 0.0 for value in forced["joint"][:length])
+
+
+def warn_of_gap(promised: float, real: float | None) -> None:
+    """Say so when real decoding accepts much less than teacher forcing promises."""
+    if real is not None and (promised - real) / promised > GAP:
+        logger.warning(
+            "real decoding accepts %.0f %% less than teacher forcing promises. Where answers are not the target's own, "
+            "that is expected; otherwise training and decoding disagree (template, taps, alignment).",
+            100 * (promised - real) / promised,
+        )

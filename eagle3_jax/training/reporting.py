@@ -1,0 +1,133 @@
+"""What a run says about itself: a line on stderr, a JSONL log, and TensorBoard or Weights & Biases where asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from eagle3_jax.errors import InputError
+from eagle3_jax.processes import first
+
+WRITERS = ("tensorboard", "wandb")
+
+
+def finite(value: Any) -> Any:
+    """The same with null for nan and infinities, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shown(values: Sequence[float | None]) -> str:
+    """Ratios as the progress line prints them."""
+    return " ".join("-" if value is None else f"{value:.3f}" for value in values)
+
+
+def scalars(entry: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of an entry under flat names: lists by step ("joint/0"), groups by their own ("held_out/joint/0")."""
+    found: dict[str, float] = {}
+    for name, value in entry.items():
+        if isinstance(value, dict):
+            found |= scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, list):
+            found |= scalars({str(index): item for index, item in enumerate(value)}, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            found[prefix + name] = float(value)
+    return found
+
+
+class Writer(Protocol):
+    """Takes the numbers of an update."""
+
+    def write(self, update: int, numbers: dict[str, float]) -> None:
+        """Record them."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is still held."""
+        ...
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path):
+        from tensorboardX import SummaryWriter  # type: ignore[import-not-found]
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, update: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, update)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, folder: Path):
+        import wandb  # type: ignore[import-not-found]
+
+        # A run that is resumed goes on in the same place.
+        name = folder.resolve().name
+        self._run = wandb.init(project="eagle3-jax", name=name, id=name, resume="allow", dir=str(folder))
+
+    def write(self, update: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=update)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_writers(names: Sequence[str], folder: Path) -> list[Writer]:
+    """The writers of a run.
+
+    Raises:
+      InputError: a package that is not installed.
+    """
+    if not first():
+        return []
+    makers = {"tensorboard": ("tensorboardX", _TensorBoard), "wandb": ("wandb", _WandB)}
+    found: list[Writer] = []
+    for name in names:
+        package, make = makers[name]
+        try:
+            found.append(make(folder))
+        except ImportError as error:
+            raise InputError(
+                expected=f"the package {package} for --writers {name}",
+                found=str(error),
+                remedy=f"Install the extra: pip install 'eagle3-jax[{name}]'.",
+            ) from error
+    return found
+
+
+class Journal:
+    """Where entries go; only the first process writes."""
+
+    def __init__(self, path: Path, writers: Sequence[Writer] = ()):
+        self._writers, self._file = writers, path.open("a", encoding="utf-8") if first() else None
+
+    def record(self, entry: dict[str, Any], line: str) -> None:
+        """Keep an entry, which has its `update`, and say a line."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(finite(entry), allow_nan=False) + "\n")
+        self._file.flush()
+        numbers = {name: value for name, value in scalars(finite(entry)).items() if name != "update"}
+        for writer in self._writers:
+            writer.write(entry["update"], numbers)
+        print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+        for writer in self._writers:
+            writer.close()

@@ -1,0 +1,105 @@
+"""`eagle3-jax data inspect` and `data vocab`: what a file becomes, what draft vocabularies cover; no target runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle3_jax import cli
+from eagle3_jax.errors import InputError
+from eagle3_jax.tokenizer import load_tokenizer
+from eagle3_jax.training.start import read_vocab
+from tests import tiny, tiny_tokenizers
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config and a tokenizer; there are no weights."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny.hf_target(num_hidden_layers=2).config.save_pretrained(folder)
+    tiny_tokenizers.chatml(tiny_tokenizers.SHORT_TEMPLATE, size=300).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"))
+    ]
+    lines = [{"messages": turns}, {"prompt": "five", "response": "six six"}, {"prompt": "seven"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_row_is_shown_with_its_supervised_tokens_marked(target: Path, rows: Path, capsys, tmp_path: Path):
+    code, out, notes = run(capsys, "data", "inspect", rows, "--target", target)
+    assert code == 0
+    tokenizer = load_tokenizer(target)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert isinstance(end, int)
+    assert "⟦two<|im_end|>⟧" in out
+    assert "⟦four<|im_end|>⟧" in out
+    assert "one" in out
+    assert "⟦one" not in out
+    assert "3 rows read, 2 kept, 1 dropped: 1 no assistant reply (line 3)" in notes
+    _, out, _ = run(capsys, "data", "inspect", rows, "--target", target, "--row", 1, "--json")
+    shown = json.loads(out)
+    spans, tokens = np.asarray(shown["spans"]), np.asarray(shown["tokens"])
+    assert tokenizer.decode(tokens[spans > 0].tolist()) == "six six<|im_end|>"
+    _, out, _ = run(capsys, "data", "inspect", rows, "--target", target, "--last-turn-only")
+    assert "⟦two" not in out
+    assert "⟦four<|im_end|>⟧" in out
+    place = tmp_path / "shown.txt"
+    assert run(capsys, "data", "inspect", rows, "--target", target, "--out", place)[0] == 0
+    assert "⟦two<|im_end|>⟧" in place.read_text(encoding="utf-8")
+    code, _, notes = run(capsys, "data", "inspect", rows, "--target", target, "--out", place)
+    assert (code, "an --out that does not exist yet" in notes) == (2, True)
+    code, _, notes = run(capsys, "data", "inspect", rows, "--target", target, "--row", 2)
+    assert (code, "--row from 0 to 1" in notes) == (2, True)
+
+
+def test_vocabularies_cover_what_they_say(target: Path, rows: Path, capsys, tmp_path: Path):
+    place = tmp_path / "vocab.json"
+    arguments = ("data", "vocab", rows, rows, "--target", target, "--sizes", "4,2,1,999", "--out", place)
+    code, out, notes = run(capsys, *arguments)
+    assert code == 0
+    found = json.loads(out)
+    tokenizer = load_tokenizer(target)
+    plain = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    supervised = 2 * [*plain("two<|im_end|>"), *plain("four<|im_end|>"), *plain("six six<|im_end|>")]
+    assert found["supervised_tokens"] == len(supervised)
+    shares = {int(size): share for size, share in found["coverage"].items()}
+    assert list(shares) == [1, 2, 4, 320]
+    assert shares[320] == 1
+    assert shares[1] < shares[2] < shares[4] < 1
+    # The end of a turn comes first, however rare.
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert shares[1] == pytest.approx(supervised.count(end) / len(supervised))
+    assert f"{len(supervised)} supervised tokens" in notes
+    np.testing.assert_array_equal(read_vocab(place, 320, 320), np.arange(320))
+    with pytest.raises(InputError, match=r"4 of 320 tokens; found 320 of 320"):
+        read_vocab(place, 4, 320)
+    assert run(capsys, *arguments)[0] == 2
+    assert run(capsys, *arguments[:-4], "--sizes", 4, "--out", place, "--force")[0] == 0
+    assert read_vocab(place, 4, 320).shape == (4,)
+    place.write_text("[]", encoding="utf-8")
+    for path, found_words in ((place, "found something else"), (tmp_path / "absent", "found no such file")):
+        with pytest.raises(InputError, match=found_words):
+            read_vocab(path, 4, 320)
+
+
+def test_options_of_the_template_are_names_and_values(target: Path, rows: Path, capsys):
+    code, _, notes = run(capsys, "data", "inspect", rows, "--target", target, "--template", "thinking")
+    assert (code, "NAME=VALUE" in notes) == (2, True)
+    assert run(capsys, "data", "inspect", rows, "--target", target, "--template", "thinking=False")[0] == 0

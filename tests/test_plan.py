@@ -1,0 +1,201 @@
+"""Plans: parts that add up to what the compiler says, operations by a formula, estimates, and what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3_jax import cli
+from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.errors import InputError
+from eagle3_jax.flops import count_flops
+from eagle3_jax.hardware import CHIPS, GIB, find_topology
+from eagle3_jax.plan import PARTS, make_plan, shown
+from eagle3_jax.training.abstract import abstract_run, trace_teacher, trace_update
+from eagle3_jax.training.config import TrainConfig, load_config, load_shape
+
+ROOT = Path(__file__).parents[1]
+LARGE = ("llama_3_1_8b", "llama_3_3_70b", "vicuna_13b", "deepseek_r1_distill_llama_8b")
+SHAPE = TargetConfig(
+    vocab_size=1024, hidden_size=256, intermediate_size=512, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=32,
+    rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=2048, tie_word_embeddings=False,
+)  # fmt: skip
+CONFIG = TrainConfig(
+    target="", output="", data=("rows.jsonl",), draft_vocab_size=256, row_length=256, batch_rows=2, updates=4,
+    schedule=((4, 3),), warmup=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"features": ("f",), "accumulation": 2}])
+def test_parts_add_up_to_what_the_compiler_says(changes: dict[str, Any]):
+    plan = make_plan(dataclasses.replace(CONFIG, **changes), SHAPE, find_topology("local"))
+    assert plan["fits"] is None
+    assert not plan["estimated"]
+    assert set(plan["programs"]) == {"update", "round"} | (set() if changes else {"teacher"})
+    for program in plan["programs"].values():
+        assert program["total"] == sum(program[part] for part in PARTS)
+        assert program["arguments"] + program["temporary"] == pytest.approx(program["compiled"], rel=0.1)
+    assert plan["bytes_per_device"]["total"] == max(program["total"] for program in plan["programs"].values())
+    update = plan["programs"]["update"]
+    # Two moments of every weight; the draft's vocabulary has none.
+    assert update["optimiser"] == 2 * (update["draft"] - 4 * 256 - 1024) + 8
+    assert plan["programs"]["round"]["caches"] > 0
+    json.dumps(plan)
+
+
+def teacher_flops(shape: TargetConfig, tokens: int, length: int) -> int:
+    """Products of the target's pass and its argmax."""
+    d, h = shape.hidden_size, shape.head_dim
+    projections = 2 * d * h * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    layer = projections + 6 * d * shape.intermediate_size + 4 * length * shape.num_heads * h
+    return tokens * (shape.num_layers * layer + 2 * d * shape.vocab_size)
+
+
+def update_flops(draft: DraftConfig, tokens: int, length: int, steps: int, repeated: int) -> int:
+    """Products of an update: the pass `repeated` times, and twice its own for the gradients."""
+    d, h, n = draft.hidden_size, draft.head_dim, draft.num_heads
+    layer = 2 * 2 * d * h * (n + 2 * draft.num_kv_heads) + 2 * d * n * h + 6 * d * draft.intermediate_size
+    attention = 4 * length * n * h
+    own = sum(2 * step * n * h for step in range(steps))  # a slot's own keys; mixing their values is no product
+    fused = 2 * len(draft.taps) * draft.target_hidden_size * d
+    head = 2 * d * draft.draft_vocab_size
+    passes = (2 + repeated) * (steps * (layer + attention) + own)
+    # Of the fusion only weights have gradients; the head has its logits, both gradients, and the labels once.
+    return tokens * (2 * fused + passes + (3 * steps + 1) * head)
+
+
+@pytest.mark.parametrize("rematerialise", ["nothing", "all"])
+def test_operations_are_those_of_the_formula(rematerialise: str):
+    config = dataclasses.replace(CONFIG, accumulation=2, rematerialise=rematerialise)
+    run = abstract_run(config, SHAPE, None, "cpu")
+    tokens, length = 2 * 256, 256
+    teacher = count_flops(trace_teacher(run).jaxpr)
+    assert teacher == pytest.approx(teacher_flops(SHAPE, tokens, length), rel=0.05)
+    update = count_flops(trace_update(run).jaxpr, trips=2)
+    formula = update_flops(run.model.config, tokens, length, 3, 1 if rematerialise == "nothing" else 2)
+    assert update == pytest.approx(2 * formula, rel=0.05)
+    plan = make_plan(config, SHAPE, find_topology("local"), decoding=False)
+    assert plan["flops_per_step"] == update + 2 * teacher
+    # Long rows are read in chunks, a loop, whose body the compiler's own count takes once.
+    longer = abstract_run(dataclasses.replace(config, row_length=2048), SHAPE, None, "cpu")
+    assert count_flops(trace_teacher(longer).jaxpr) == pytest.approx(teacher_flops(SHAPE, 2 * 2048, 2048), rel=0.05)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_targets_are_estimated_on_gpus(name: str):
+    path = ROOT / "configs" / f"{name}.py"
+    config, shape = load_config(path), load_shape(path)
+    assert shape is not None
+    plan = make_plan(dataclasses.replace(config, mesh=(1, 8, 1)), shape, find_topology("h200:8"))
+    assert plan["estimated"]
+    assert plan["fits"]
+    assert plan["bytes_per_device"]["total"] == sum(plan["bytes_per_device"][part] for part in PARTS)
+    assert plan["bound"] in ("compute", "memory", "network")
+    tokens = config.batch_rows * config.row_length * config.accumulation
+    # Twice the weights of the layers and the head for each token, and the draft's part.
+    least = 2 * tokens * shape.num_layers * 3 * shape.hidden_size * shape.intermediate_size
+    assert least < plan["flops_per_step"] < 4 * least
+    assert plan["roofline_seconds"] >= plan["flops_per_step"] / 8 / CHIPS["h200"].flops
+    assert "estimated by arithmetic" in shown(plan)
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_to_change():
+    path = ROOT / "configs" / "llama_3_3_70b.py"
+    config, shape = load_config(path), load_shape(path)
+    assert shape is not None
+    config = dataclasses.replace(config, mesh=(8, 1, 1), rematerialise="nothing", target_dtype="float32")
+    plan = make_plan(config, shape, find_topology("h100:8"))
+    assert not plan["fits"]
+    over = plan["bytes_per_device"]["total"] - CHIPS["h100"].hbm
+    assert f"{over / GIB:.2f} GiB a device more than 79.00" in plan["advice"]
+    for remedy in ("--target_dtype bfloat16", "--rematerialise all", "fsdp instead of data", "--batch_rows 8"):
+        assert remedy in plan["advice"]
+    assert "does not fit" in shown(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("v9:2x2", "chips: v4, v5e"), ("h100", "local, or a chip and a shape"), ("v5e:2y4", "v5e:2y4")],
+)
+def test_unknown_topologies_are_refused(name: str, words: str):
+    with pytest.raises(InputError, match=words):
+        find_topology(name)
+
+
+@pytest.mark.parametrize("mesh", [(), (1, 4, 1)])
+def test_a_mesh_of_another_size_is_refused(mesh: tuple[int, ...]):
+    with pytest.raises(InputError, match="a mesh over the 8 devices of h100:8"):
+        make_plan(dataclasses.replace(CONFIG, mesh=mesh, batch_rows=8), SHAPE, find_topology("h100:8"))
+
+
+def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]):
+    config = str(ROOT / "configs" / "llama_3_1_8b.py")
+    assert cli.main(["plan", config, "--topology", "h100:8", "--json", "--cache-dir", ""]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["topology"], plan["devices"], plan["estimated"]) == ("h100:8", 8, True)
+    assert cli.main(["plan", config, "--topology", "h100:8", "--accumulation", "1", "--cache-dir", ""]) == 0
+    assert "operations an update" in capsys.readouterr().out
+    # Without libtpu a TPU cannot be planned for, and the message says what to install.
+    if importlib.util.find_spec("libtpu") is None:
+        assert cli.main(["plan", config, "--topology", "v5e:2x4", "--cache-dir", ""]) == 2
+        assert "pip install 'eagle3-jax[plan]'" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "topology", "changes"),
+    [
+        ("llama_3_1_8b", "v5e:2x4", ()),
+        ("llama_3_3_70b", "v5p:2x2x4", ()),
+        ("llama_3_1_8b", "v5e:2x4", ("--row_length", "4096", "--batch_rows", "64", "--rematerialise", "nothing")),
+    ],
+    ids=["8b", "70b", "too large"],
+)
+def test_large_targets_are_compiled_for_tpus(name: str, topology: str, changes: tuple[str, ...]):
+    """In a process of its own; needs libtpu (`pip install -e '.[plan]'`, which `make test-full` does)."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "eagle3_jax.cli", "plan", f"configs/{name}.py", "--topology", topology, "--json",
+            *changes,
+        ],
+        capture_output=True, text=True, cwd=ROOT, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["fits"] == (not changes)
+    if changes:
+        assert "GiB a device more than" in plan["advice"]
+        return
+    for program in plan["programs"].values():
+        assert program["arguments"] + program["temporary"] == pytest.approx(program["compiled"], rel=0.1)
+
+
+def test_eight_fake_devices_are_planned_as_a_mesh():
+    code = (
+        "import chex; chex.set_n_cpu_devices(8)\n"
+        "import dataclasses\n"
+        "from tests.test_plan import CONFIG, PARTS, SHAPE, find_topology, make_plan\n"
+        "config = dataclasses.replace(CONFIG, mesh=(2, 2, 2), batch_rows=4)\n"
+        "plan = make_plan(config, SHAPE, find_topology('local'))\n"
+        "alone = make_plan(dataclasses.replace(CONFIG, batch_rows=4), SHAPE, find_topology('local'))\n"
+        "for program in plan['programs'].values():\n"
+        "    found = program['arguments'] + program['temporary']\n"
+        "    assert abs(found - program['compiled']) < 0.1 * program['compiled']\n"
+        "for part in ('target', 'draft', 'optimiser', 'batch'):\n"
+        "    share = plan['bytes_per_device'][part] / alone['bytes_per_device'][part]\n"
+        "    assert 0.24 < share < 0.3, (part, share)\n"
+        "assert plan['flops_per_step'] > 0.95 * alone['flops_per_step']\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

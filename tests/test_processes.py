@@ -1,0 +1,167 @@
+"""Two processes on this machine that train as one does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eagle3_jax import processes
+from eagle3_jax.errors import InputError
+from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.loop import train
+from eagle3_jax.training.setup import packed_rows
+from tests import tiny, tiny_tokenizers
+
+ROOT = Path(__file__).parents[1]
+CONFIG = """
+from eagle3_jax.training.config import TrainConfig
+def config():
+    return {config!r}
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """Eleven rows, two of them held out, in batches of two."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny.hf_target(num_hidden_layers=2).save_pretrained(folder)
+    tiny_tokenizers.chatml(tiny_tokenizers.SHORT_TEMPLATE, size=300).save_pretrained(folder)
+    words = "one two three four five six seven eight nine ten red green blue".split()
+    rng = np.random.default_rng(0)
+    data = folder / "rows.jsonl"
+    with data.open("w", encoding="utf-8") as file:
+        for _ in range(11):
+            prompt, response = (" ".join(rng.choice(words, count)) for count in (2, 12))
+            file.write(json.dumps({"prompt": prompt, "response": response}) + "\n")
+    config = TrainConfig(
+        target=str(folder), output="", data=(str(data),), draft_vocab_size=96, taps=(0, 1, 2), row_length=48,
+        batch_rows=2, held_out_rows=2, updates=10, schedule=((10, 2),), learning_rate=1e-3, warmup=2, eval_every=5,
+        save_every=5, log_every=1, decoded_prompts=0,
+    )  # fmt: skip
+    assert len(packed_rows(config).tokens) == 11
+    return config
+
+
+def together(config: TrainConfig, folder: Path, count: int = 2) -> list[subprocess.Popen[str]]:
+    """Processes of one device each that run the same command."""
+    path = folder / "config.py"
+    path.write_text(CONFIG.format(config=config), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "eagle3_jax.cli", "train", str(path), "--cache-dir", ""]
+    place = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(count)]
+    return [
+        subprocess.Popen(
+            [*command, *place, "--process", str(index)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [entry["loss"] for entry in logged(folder) if "loss" in entry]
+
+
+def test_two_processes_train_as_one_does(settings: TrainConfig, tmp_path: Path):
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    train(dataclasses.replace(settings, output=str(alone)))
+    assert len(losses(alone)) == 10
+    ended = [
+        (process.wait(timeout=300), *process.communicate())
+        for process in together(dataclasses.replace(settings, output=str(both), mesh=(2, 1, 1)), tmp_path)
+    ]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    np.testing.assert_allclose(losses(both), losses(alone), rtol=1e-5)
+    one, other = (
+        [entry["held_out"]["cross_entropy"] for entry in logged(folder) if "held_out" in entry]
+        for folder in (both, alone)
+    )
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+    # One of them keeps the log; both say who they are, and what becomes of rows that fill no batch.
+    first, second = (errors for _, _, errors in ended)
+    assert (
+        "9 rows to train on, 2 held out; batches run on from one epoch into the next, so that no row is dropped"
+        in first
+    )
+    assert "update 10/10" in first
+    assert "update 10/10" not in second
+    assert "[process 1] platform cpu" in second
+
+
+def test_two_processes_stop_together_and_one_continues(settings: TrainConfig, tmp_path: Path):
+    """A signal that reaches one of them stops both at the same update, with a state that one process resumes."""
+    both = tmp_path / "both"
+    config = dataclasses.replace(settings, output=str(both), updates=2000, schedule=((2000, 2),), mesh=(2, 1, 1))
+    started = together(config, tmp_path)
+    deadline = time.monotonic() + 240
+    while not ((both / "metrics.jsonl").exists() and len(losses(both)) > 2):
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in started)
+        time.sleep(0.2)
+    started[1].send_signal(signal.SIGTERM)
+    codes = [process.wait(timeout=120) for process in started]
+    assert codes == [130, 130], [process.communicate() for process in started]
+    (saved,) = (both / "checkpoints").iterdir()
+    at = int(saved.name)
+    assert len(losses(both)) == at
+    # The rows of an update follow from its number, so that one process goes on where two were.
+    straight = tmp_path / "straight"
+    alone = dataclasses.replace(config, mesh=(), save_every=2000, eval_every=2000)
+    processes_of_one(dataclasses.replace(alone, output=str(straight)), at + 3)
+    processes_of_one(alone, at + 3)
+    np.testing.assert_allclose(losses(both), losses(straight), rtol=1e-4)
+
+
+def processes_of_one(config: TrainConfig, updates: int) -> None:
+    """Train to an update, here."""
+    from eagle3_jax.training import loop
+
+    make, calls = loop.make_train_step, []
+
+    class Enough(Exception):
+        pass
+
+    def made(*args: Any, **options: Any) -> Any:
+        step = make(*args, **options)
+
+        def counted(state: Any, *args: Any, **options: Any) -> Any:
+            if int(state.update) == updates:
+                raise Enough
+            calls.append(None)
+            return step(state, *args, **options)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_train_step", made)
+        with pytest.raises(Enough):
+            train(config)
+
+
+def test_places_that_are_half_given_are_refused():
+    with pytest.raises(InputError, match="--coordinator, --processes and --process together"):
+        processes.join("127.0.0.1:1", 2)
+
+
+def test_one_process_agrees_with_itself():
+    assert processes.first()
+    assert [processes.said_by_first(value) for value in (True, False)] == [True, False]
+    assert [processes.any_of(value) for value in (True, False)] == [True, False]
+    processes.wait("nobody")
