@@ -45,5 +45,7 @@ lint: $(INSTALLED)
 test: lint target
 	$(BIN)/python -m pytest -m "not full" $(WORKERS)
 
+# libtpu compiles for TPUs that are not here.
 test-full: lint target
+	$(BIN)/python -m pip install --quiet --editable ".[test,plan]"
 	$(BIN)/python -m pytest $(WORKERS)

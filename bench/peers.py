@@ -48,7 +48,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.ours:
         return ours(args)
-    target = load_target(Path(args.target), layers=False)
+    target = load_target(Path(args.target), layers="none")
     mark = fingerprint_of(Path(args.target))
     draft = load_draft(Path(args.draft), target, mark=mark)
     with tempfile.TemporaryDirectory() as name:

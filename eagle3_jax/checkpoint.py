@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from eagle3_jax.files import (
 )
 from eagle3_jax.params import ParamSpec, is_spec
 from eagle3_jax.sharding import shardings
-from eagle3_jax.target import Target, target_specs
+from eagle3_jax.target import Target, TargetLayer, stack_specs, target_specs
 from eagle3_jax.vocab import vocab_from_offsets, vocab_offsets
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,12 @@ def _load_tree(
     derived: Mapping[str, str],
     decides: Mapping[str, str] = MappingProxyType({}),
     mesh: Mesh | None = None,
+    *,
+    stacked: bool = False,
 ) -> tuple[Any, set[str]]:
     """Load every spec's tensor; on a mesh each process reads what its devices hold.
+
+    `stacked` joins the layers of a target.
 
     `derived` maps tensors that may be absent to the rule that replaces them, `decides` tensors to the key of the config
     that their shape follows from.
@@ -86,7 +90,20 @@ def _load_tree(
             spec.shape, shardings(spec, mesh), lambda part: whole[part].astype(jnp.dtype(dtype))
         )
 
-    return jax.tree.unflatten(treedef, [load(spec) for spec in leaves]), {spec.name for spec in leaves}
+    def load_stack(spec: ParamSpec, *layers: ParamSpec) -> jax.Array:
+        """One parameter of all layers, as `spec` describes it."""
+        whole = [files[one.name].view(one.name).reshape(one.shape) for one in layers]
+        read = lambda part: np.stack([array[part[1:]].astype(jnp.dtype(dtype)) for array in whole[part[0]]])
+        if mesh is None:
+            return jnp.asarray(read((slice(None),)))
+        return jax.make_array_from_callback(spec.shape, shardings(spec, mesh), read)
+
+    names = {spec.name for spec in leaves}
+    if not stacked:
+        return jax.tree.unflatten(treedef, [load(spec) for spec in leaves]), names
+    layers = jax.tree.map(load_stack, stack_specs(specs.layers), *specs.layers, is_leaf=is_spec)
+    rest = jax.tree.map(load, dataclasses.replace(specs, layers=()), is_leaf=is_spec)
+    return dataclasses.replace(rest, layers=layers), names
 
 
 def _refuse_unread(
@@ -110,7 +127,7 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 
 def load_target(
-    folder: Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, *, layers: bool = True
+    folder: Path, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None, *, layers: str = "each"
 ) -> Target:
     """Load a HuggingFace LLaMA folder.
 
@@ -118,7 +135,8 @@ def load_target(
       folder: config.json with model.safetensors or shards, in fp32, fp16 or bf16.
       dtype: of the parameters in memory.
       mesh: where to; None is jax's default device.
-      layers: False leaves the layers out: embedding, final norm and head are all that a draft needs of its target.
+      layers: "each" for decoding; "stacked" for the passes of training (see `TargetParams`); "none" leaves them out:
+        embedding, final norm and head are all that a draft needs of its target.
 
     Raises:
       InputError: see `open_tensors` and `TargetConfig.from_hf`; a missing, unread or misshapen tensor.
@@ -126,7 +144,7 @@ def load_target(
     config = read_target_config(folder)
     files = open_tensors(folder)
     specs = target_specs(config)
-    if not layers:
+    if layers == "none":
         inside = {spec.name for spec in jax.tree.leaves(specs.layers, is_leaf=is_spec)}
         specs, files = dataclasses.replace(specs, layers=()), {n: f for n, f in files.items() if n not in inside}
     head, embed = specs.lm_head, specs.embed
@@ -141,7 +159,10 @@ def load_target(
                 folder, head.name,
             )  # fmt: skip
         files = {name: file for name, file in files.items() if name != head.name}
-    params, read = _load_tree(specs, files, dtype, folder, {head.name: "tied embedding"} if tied else {}, mesh=mesh)
+    params, read = _load_tree(
+        specs, files, dtype, folder, {head.name: "tied embedding"} if tied else {}, mesh=mesh,
+        stacked=layers == "stacked",
+    )  # fmt: skip
     # Old exports hold the rotary table, which follows from the config.
     _refuse_unread(files, read, folder, lambda name: name.endswith("rotary_emb.inv_freq"))
     if tied:
@@ -151,7 +172,9 @@ def load_target(
 
 def fingerprint(target: Target) -> str:
     """A short name for the target's weights, as `fingerprint_of` its folder."""
-    return _mark([target.params.norm, *(layer.input_norm for layer in target.params.layers)])
+    layers = target.params.layers
+    norms = list(layers.input_norm) if isinstance(layers, TargetLayer) else [layer.input_norm for layer in layers]
+    return _mark([target.params.norm, *norms])
 
 
 def fingerprint_of(folder: Path) -> str:
@@ -162,15 +185,15 @@ def fingerprint_of(folder: Path) -> str:
     norms alone is not told apart.
     """
     files, specs = open_tensors(folder), target_specs(read_target_config(folder))
-    norms = [specs.norm, *(layer.input_norm for layer in specs.layers)]
-    absent = [spec.name for spec in norms if spec.name not in files]  # type: ignore[attr-defined]
+    norms: list[Any] = [specs.norm, *(layer.input_norm for layer in cast(Any, specs.layers))]
+    absent = [spec.name for spec in norms if spec.name not in files]
     if absent:
         raise InputError(
             expected=f"the norms of a LLaMA model in {folder}",
             found=f"no {absent[0]}",
             remedy="The folder is of another kind of model, or incomplete.",
         )
-    return _mark([files[spec.name][spec.name] for spec in norms])  # type: ignore[attr-defined]
+    return _mark([files[spec.name][spec.name] for spec in norms])
 
 
 def _mark(norms: Sequence[Any]) -> str:

@@ -88,8 +88,10 @@ def find_topology(name: str, slices: int = 1) -> Topology:
         count *= int(part)
     if chip.platform == "gpu":
         return Topology(name, chip, count, None)
-    # Off-cloud, libtpu would ask a metadata server that is not there.
+    # Off-cloud, libtpu would ask a metadata server that is not there; and no TPU is touched, so that it need not be the
+    # only process that loads it.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
     try:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from eagle3_jax.cache import cache_bucket
 from eagle3_jax.config import DraftConfig, TargetConfig
@@ -103,8 +104,8 @@ def make_plan(config: TrainConfig, shape: TargetConfig, topology: Topology, *, d
         programs = {"update": _update(run)}
         if not config.features:
             programs["teacher"] = _teacher(run)
-        if decoding:
-            programs["round"] = _round(run)
+    if decoding:
+        programs["round"] = _round(config, shape, mesh, platform)
     largest = max(programs.values(), key=lambda program: program.total)
     found = {
         "topology": topology.name, "devices": topology.count if mesh is not None else 1, "estimated": False,
@@ -178,10 +179,24 @@ def _teacher(run: AbstractRun) -> Program:
     return _program(trace_teacher(run), _held(run), device_bytes(run.target.params) + 3 * rows)
 
 
-def _round(run: AbstractRun) -> Program:
-    """Decoding alone: the target, the draft and both caches, a sequence for each part of the batch."""
-    rows = 1 if run.mesh is None else run.mesh.size // run.mesh.shape["tensor"]
-    length = cache_bucket(run.config.row_length, run.target.config.context_limit)
+def _round(config: TrainConfig, shape: TargetConfig, mesh: Mesh | None, platform: str) -> Program:
+    """Decoding alone: the target, the draft and both caches, one sequence for each copy of the weights.
+
+    Weights that fsdp splits in training are split by tensor here: a round is too short to gather them.
+    """
+    rows = 1
+    if mesh is not None:
+        rows = mesh.shape["slice"] * mesh.shape["data"]
+        sizes = (mesh.shape["data"], 1, mesh.shape["fsdp"] * mesh.shape["tensor"])
+        mesh = make_mesh(sizes, slices=mesh.shape["slice"], devices=mesh.devices.flatten().tolist())
+        config = dataclasses.replace(config, mesh=sizes, batch_rows=rows)
+    with entered(mesh):
+        run = abstract_run(config, shape, mesh, platform, stacked=False)
+        length = cache_bucket(config.row_length, shape.context_limit)
+        return _round_program(run, rows, length)
+
+
+def _round_program(run: AbstractRun, rows: int, length: int) -> Program:
     traced, state, draft = trace_round(run, rows, length)
     held = {
         "target": device_bytes(unique_params(run.target)),
@@ -211,10 +226,16 @@ def _estimate(config: TrainConfig, shape: TargetConfig, topology: Topology) -> d
     tokens = config.batch_rows * config.row_length // parts
     kept = _kept_widths(config, draft, tensor) * wide * tokens * config.max_steps
     weights = count_params(draft_specs(draft)) // tensor
-    layer = count_params(target_specs(shape).layers[0]) // tensor * jnp.dtype(config.target_dtype).itemsize
+    layers = count_params(target_specs(shape).layers) // tensor * jnp.dtype(config.target_dtype).itemsize
     chunk = HEAD_CHUNK * config.max_steps * draft.draft_vocab_size // tensor * 8
     held = _held(run)
-    temporary = held["optimiser"] // 2 + weights * wide + kept + (0 if config.features else 2 * layer) + chunk
+    temporary = (
+        held["optimiser"] // 2
+        + weights * wide
+        + kept
+        + (0 if config.features else 2 * layers // shape.num_layers)
+        + chunk
+    )
     bytes_of = {name: held.get(name, 0) for name in PARTS} | {"temporary": temporary}
     total = sum(bytes_of.values())
     found = {

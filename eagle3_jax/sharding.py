@@ -34,6 +34,7 @@ RULES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "features": ("tensor",),
     "embed": ("fsdp",),
     "head_dim": (),
+    "layers": (),
     "norm": (),
 })  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def splash_attend(
     across = "tensor" if parts > 1 and heads % parts == 0 and keys.shape[1] % parts == 0 else None
 
     def mine(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array) -> jax.Array:
-        call = _kernel(q.shape[1], length, 1 + len(own), interpret)
+        call: Any = _kernel(q.shape[1], length, 1 + len(own), interpret)
         segments = kernel.SegmentIds(q=documents, kv=jnp.tile(documents, (1, 1 + len(own))))
         return jax.vmap(lambda q, k, v, segments: call(q=q, k=k, v=v, segment_ids=segments))(q, k, v, segments)
 

@@ -6,6 +6,7 @@ the final hidden state, the tapped states and the new tokens' keys and values co
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from eagle3_jax.attention import Segment, attend, packed_attend
 from eagle3_jax.cache import KVCache
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.layers import linear, rms_norm, rope_table, rotate, swiglu
-from eagle3_jax.params import ParamSpec
+from eagle3_jax.params import ParamSpec, is_spec
 from eagle3_jax.sharding import constrain
 
 
@@ -50,13 +51,14 @@ class TargetParams:
 
     Attributes:
       embed: [V, D].
-      layers: one entry per layer (a tuple, not a stacked array: slicing a stack inside a decoding step copies it).
+      layers: one entry per layer, for decoding (slicing a stack inside a decoding step copies it); or one layer whose
+        arrays have all layers in front, [L, ...], for the passes of training, a program as long as one layer.
       norm: [D].
       lm_head: [V, D]; of a tied model, the very array of `embed`.
     """
 
     embed: jax.Array
-    layers: tuple[TargetLayer, ...]
+    layers: tuple[TargetLayer, ...] | TargetLayer
     norm: jax.Array
     lm_head: jax.Array
 
@@ -83,7 +85,7 @@ class TargetOutput:
     Attributes:
       hidden: [B, T, D], after the final norm.
       taps: [B, T, A*D], the states at the tapped boundaries, low to high, without any norm.
-      keys: per layer, [B, K, H, T], rotated.
+      keys: per layer, [B, K, H, T], rotated; none of packed rows through stacked layers.
       values: per layer, [B, K, T, H].
     """
 
@@ -136,6 +138,16 @@ def target_specs(config: TargetConfig) -> TargetParams:
     head: Any = ParamSpec((config.vocab_size, d), ("vocab", "embed"), "lm_head.weight", inputs=1)
     layers = tuple(layer(index) for index in range(config.num_layers))
     return TargetParams(embed=embed, layers=layers, norm=final, lm_head=head)
+
+
+def stack_specs(layers: tuple[TargetLayer, ...]) -> Any:
+    """The abstract layers as one, with all of them in front; `name` is the first one's."""
+    stack = lambda spec: dataclasses.replace(spec, shape=(len(layers), *spec.shape), axes=("layers", *spec.axes))
+    return jax.tree.map(stack, layers[0], is_leaf=is_spec)
+
+
+def _layer_at(layers: tuple[TargetLayer, ...] | TargetLayer, index: int) -> TargetLayer:
+    return layers[index] if isinstance(layers, tuple) else jax.tree.map(lambda stacked: stacked[index], layers)
 
 
 def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -216,8 +228,11 @@ def target_forward(
     with jax.named_scope("embed"):
         # mode="clip": token ids are checked on the host; NaN for a bad one would only hide where it came from.
         x = constrain(jnp.take(params.embed, tokens, axis=0, mode="clip"), "batch", None, None)
+    if documents is not None and isinstance(params.layers, TargetLayer):
+        return _scan_layers(target, x, table, documents, packed, taps)
     tapped, keys, values = {}, [], []
-    for index, layer in enumerate(params.layers):
+    for index in range(config.num_layers):
+        layer = _layer_at(params.layers, index)
         tapped[index] = x
         with jax.named_scope(f"layer_{index}"):
             past = []
@@ -234,6 +249,34 @@ def target_forward(
         keys=tuple(keys),
         values=tuple(values),
     )
+
+
+def _scan_layers(
+    target: Target,
+    x: jax.Array,
+    table: tuple[jax.Array, jax.Array],
+    documents: jax.Array,
+    packed: str,
+    taps: tuple[int, ...],
+) -> TargetOutput:
+    """The layers of packed rows as one loop; states are written to their tap as they come by. No keys are returned."""
+    config, params = target.config, target.params
+    assert isinstance(params.layers, TargetLayer)
+
+    def step(carry: tuple[jax.Array, tuple[jax.Array, ...]], item: tuple[jax.Array, TargetLayer]) -> Any:
+        x, kept = carry
+        index, layer = item
+        kept = tuple(jnp.where(index == tap, x, state) for tap, state in zip(taps, kept))
+        x, _, _ = _layer(layer, x, table, [], None, documents, config.rms_norm_eps, target.attention, packed)
+        return (x, kept), None
+
+    first = (x, tuple(jnp.zeros_like(x) for _ in taps))
+    (x, kept), _ = jax.lax.scan(step, first, (jnp.arange(config.num_layers), params.layers))
+    hidden = rms_norm(x, params.norm, config.rms_norm_eps)
+    ends = {config.num_layers: x, config.num_layers + 1: hidden}
+    states = [ends.get(tap, state) for tap, state in zip(taps, kept)]
+    joined = jnp.concatenate(states, axis=-1) if taps else x[..., :0]
+    return TargetOutput(hidden=hidden, taps=joined, keys=(), values=())
 
 
 def target_logits(target: Target, hidden: jax.Array) -> jax.Array:

@@ -194,6 +194,7 @@ def check_runs(folder: Path, meshes: list[Sizes]) -> None:
 
     def save_and_stop(run: RunFolder, state: TrainState, joint: float | None = None) -> None:
         save(run, state, joint)
+        run.close()
         raise Stopped
 
     split = dataclasses.replace(config, output=str(folder / "split"), mesh=before)

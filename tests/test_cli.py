@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from eagle3_jax import cli, commands, prompts
 from eagle3_jax.checkpoint import load_target, save_draft
 from eagle3_jax.errors import InputError
-from eagle3_jax.training.commands import _answered
+from eagle3_jax.training.data_commands import _answered
 from eagle3_jax.tree import TreeShape
 from tests import tiny, tiny_tokenizers
 

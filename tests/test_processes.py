@@ -83,11 +83,9 @@ def test_two_processes_train_as_one_does(settings: TrainConfig, tmp_path: Path):
     alone, both = tmp_path / "alone", tmp_path / "both"
     train(dataclasses.replace(settings, output=str(alone)))
     assert len(losses(alone)) == 10
-    ended = [
-        (process.wait(timeout=300), *process.communicate())
-        for process in together(dataclasses.replace(settings, output=str(both), mesh=(2, 1, 1)), tmp_path)
-    ]
-    assert [code for code, _, _ in ended] == [0, 0], ended
+    started = together(dataclasses.replace(settings, output=str(both), mesh=(2, 1, 1)), tmp_path)
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
     np.testing.assert_allclose(losses(both), losses(alone), rtol=1e-5)
     one, other = (
         [entry["held_out"]["cross_entropy"] for entry in logged(folder) if "held_out" in entry]
@@ -95,7 +93,7 @@ def test_two_processes_train_as_one_does(settings: TrainConfig, tmp_path: Path):
     )
     np.testing.assert_allclose(one, other, rtol=1e-5)
     # One of them keeps the log; both say who they are, and what becomes of rows that fill no batch.
-    first, second = (errors for _, _, errors in ended)
+    first, second = said
     assert (
         "9 rows to train on, 2 held out; batches run on from one epoch into the next, so that no row is dropped"
         in first
@@ -116,8 +114,8 @@ def test_two_processes_stop_together_and_one_continues(settings: TrainConfig, tm
         assert all(process.poll() is None for process in started)
         time.sleep(0.2)
     started[1].send_signal(signal.SIGTERM)
-    codes = [process.wait(timeout=120) for process in started]
-    assert codes == [130, 130], [process.communicate() for process in started]
+    said = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [130, 130], said
     (saved,) = (both / "checkpoints").iterdir()
     at = int(saved.name)
     assert len(losses(both)) == at

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from eagle3_jax.attention import causal_mask
 from eagle3_jax.cache import commit, empty_cache
-from eagle3_jax.checkpoint import load_target
-from eagle3_jax.target import Target, TargetOutput, target_forward, target_logits
+from eagle3_jax.checkpoint import fingerprint, fingerprint_of, load_target
+from eagle3_jax.target import Target, TargetLayer, TargetOutput, target_forward, target_logits
 from tests import tiny
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "SmolLM2-135M-Instruct"
@@ -226,3 +226,29 @@ def test_logits_of_the_demo_target_equal_transformers_on_chat_prompts():
         )
         tokens = np.asarray([ids])
         assert np.abs(logits(target, tokens) - hf_logits(model, tokens)).max() < 2e-3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stacked_layers_give_what_separate_ones_give(tmp_path: Path, tied: bool):
+    """Packed rows through one loop over the layers, loaded as such, against the layers one by one."""
+    hf_target(tie_word_embeddings=tied, attention_bias=True).save_pretrained(tmp_path)
+    each, stacked = load_target(tmp_path), load_target(tmp_path, layers="stacked")
+    assert isinstance(stacked.params.layers, TargetLayer)
+    assert fingerprint(each) == fingerprint(stacked) == fingerprint_of(tmp_path)
+    for index, layer in enumerate(each.params.layers):
+        for one, all_of_them in zip(jax.tree.leaves(layer), jax.tree.leaves(stacked.params.layers), strict=True):
+            np.testing.assert_array_equal(all_of_them[index], one)
+    tokens = jnp.asarray(prompt(), jnp.int32)
+    documents = jnp.where(jnp.arange(tokens.shape[1]) < 20, 1, 2)[None].repeat(2, 0).astype(jnp.int32)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None].repeat(2, 0)
+    run = jax.jit(lambda target: target_forward(target, tokens, positions, documents=documents, taps=(0, 3, 8, 9)))
+    one, other = run(each), run(stacked)
+    np.testing.assert_allclose(other.hidden, one.hidden, atol=1e-5)
+    np.testing.assert_allclose(other.taps, one.taps, atol=1e-5 * float(jnp.abs(one.taps).max()))
+    # Decoding takes either.
+    mask = jnp.tril(jnp.ones((1, 4, 4), bool)).repeat(2, 0)
+    block = jax.jit(lambda target: target_forward(target, tokens[:, :4], positions[:, :4], mask))
+    np.testing.assert_allclose(block(stacked).keys[-1], block(each).keys[-1], atol=1e-6)
+    nothing = load_target(tmp_path, layers="none")
+    assert nothing.params.layers == ()
+    np.testing.assert_array_equal(nothing.params.lm_head, each.params.lm_head)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from eagle3_jax.generate import Structure, decode_round, empty_state
 from eagle3_jax.params import is_spec
 from eagle3_jax.sampling import Sampling
 from eagle3_jax.sharding import batch_axes, partition, replicated, shardings
-from eagle3_jax.target import Target, target_specs
+from eagle3_jax.target import Target, stack_specs, target_specs
 from eagle3_jax.training.config import TrainConfig, check_row_length, check_taps
 from eagle3_jax.training.loss import Batch
 from eagle3_jax.training.start import new_shape
@@ -84,7 +84,9 @@ def unique_params(target: Target) -> Any:
     return dataclasses.replace(params, lm_head=None) if target.config.tie_word_embeddings else params
 
 
-def abstract_run(config: TrainConfig, shape: TargetConfig, mesh: Mesh | None, platform: str) -> AbstractRun:
+def abstract_run(
+    config: TrainConfig, shape: TargetConfig, mesh: Mesh | None, platform: str, *, stacked: bool = True
+) -> AbstractRun:
     """Describe a run.
 
     Args:
@@ -92,6 +94,7 @@ def abstract_run(config: TrainConfig, shape: TargetConfig, mesh: Mesh | None, pl
       shape: of its target.
       mesh: the devices, which may be those of a topology that is not here; None for one local device.
       platform: theirs; decides who computes attention.
+      stacked: the target's layers as one, as training holds them; decoding has them apart.
 
     Raises:
       InputError: see `TrainConfig.check`; taps, rows or attention that the target or the devices do not have.
@@ -114,7 +117,10 @@ def abstract_run(config: TrainConfig, shape: TargetConfig, mesh: Mesh | None, pl
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
     target_dtype = jnp.dtype(config.target_dtype)
-    target = Target(params=params(target_specs(shape), target_dtype), config=shape)
+    specs = target_specs(shape)
+    if stacked:
+        specs = dataclasses.replace(specs, layers=stack_specs(cast(Any, specs.layers)))
+    target = Target(params=params(specs, target_dtype), config=shape)
     draft_shape = new_shape(config, shape, taps)
     specs = draft_specs(draft_shape)
     weights, number = params(specs, jnp.float32), array((), jnp.int32)
@@ -122,7 +128,8 @@ def abstract_run(config: TrainConfig, shape: TargetConfig, mesh: Mesh | None, pl
     opt_state = init_optimizer(optimizer, weights, mesh)
     vocab = DraftVocab(d2t=array((draft_shape.draft_vocab_size,), jnp.int32), t2d=array((shape.vocab_size,), jnp.bool_))
     head = weights.lm_head
-    teacher = Teacher(label_head=jax.ShapeDtypeStruct(head.shape, target_dtype, sharding=head.sharding))
+    label_head: Any = jax.ShapeDtypeStruct(head.shape, target_dtype, sharding=head.sharding)
+    teacher = Teacher(label_head=label_head)
     rows = (config.accumulation, config.batch_rows, config.row_length)
     split = None if mesh is None else batch_axes(mesh.shape)
     stored = target_dtype if not config.features else jnp.bfloat16

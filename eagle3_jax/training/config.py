@@ -66,7 +66,8 @@ class TrainConfig:
       slices: TPU slices, or nodes, that a slower network joins; each has a copy of the weights.
       seed: of the initial weights and the order of rows.
       eval_every, save_every, log_every: in updates.
-      decoded_prompts: held-out prompts that are decoded for real at every evaluation (by a single process).
+      decoded_prompts: held-out prompts that are decoded for real at every evaluation (by a single process, where fsdp
+        does not split the weights).
       writers: tensorboard, wandb: where numbers go besides the run's own log.
       keep: checkpoints kept besides the best.
     """

@@ -101,7 +101,12 @@ def train(config: TrainConfig, profile: Path | None = None) -> Result:
     writers = open_writers(config.writers, Path(config.output))
     mesh = make_mesh(config.mesh, slices=config.slices) if config.mesh else None
     with entered(mesh):
-        return _Training(config, mesh).run(profile, writers)
+        training = _Training(config, mesh)
+        try:
+            return training.run(profile, writers)
+        finally:
+            # Also when something fails: a save that is under way comes to its end.
+            training.folder.close()
 
 
 class _Training:
@@ -120,10 +125,15 @@ class _Training:
             attention=setup.attention, objective=config.objective,
         )  # fmt: skip
         self.eval_step = make_eval_step(compute, setup.attention)
-        source = grain.MapDataset.source(setup.train_order).seed(config.seed).shuffle().repeat()
+        source = grain.MapDataset.source(setup.train_order.tolist()).seed(config.seed).shuffle().repeat()
         self.order, self.per_update = source, config.batch_rows * config.accumulation
         self.model = dataclasses.replace(setup.draft, params=cast(Any, None))  # the state has them
         self.evaluation: dict[str, Any] = {}
+        # Decoding would gather all of the weights that fsdp splits, on every device.
+        able = jax.process_count() == 1 and (mesh is None or mesh.shape["fsdp"] == 1)
+        self.decodes = config.decoded_prompts > 0 and able
+        if config.decoded_prompts and not able:
+            logger.info("held-out prompts are not decoded on this mesh; use `eagle3-jax eval` on an exported draft")
         self.norms: list[jax.Array] = []  # gradient norms of the updates that no entry of the log covers yet
 
     def first_state(self) -> TrainState:
@@ -145,7 +155,7 @@ class _Training:
         seen = lambda place, row: supervised(row, config.supervise)
         micro = []
         for start in range(first, first + self.per_update, config.batch_rows):
-            indices = [int(self.order[start + place]) for place in range(config.batch_rows)]
+            indices = [cast(int, self.order[start + place]) for place in range(config.batch_rows)]
             micro.append(batch_of(self.setup, indices, change=seen))
         return stack_batches(micro)
 
@@ -183,9 +193,7 @@ class _Training:
                     joint = sum(value or 0.0 for value in self.evaluation["joint"]) if evaluated else None
                     folder.save(state, joint)
                 if stop:
-                    folder.close()
                     return Result(update + 1, last, self.evaluation)
-        folder.close()
         return Result(config.updates, True, self.evaluation)
 
     def entry(
@@ -225,7 +233,7 @@ class _Training:
             f"held out at {update + 1}: accuracy {shown(found['accuracy'])} | "
             f"joint {shown(found['joint'])} | conditional {shown(found['conditional'])}"
         )
-        if config.decoded_prompts and jax.process_count() == 1:
+        if self.decodes:
             length = min(DRAFT_LENGTH, config.max_steps)
             promised, real = promised_tau(found, length), self._decoded(draft, length)
             found |= {"promised_tau": promised, "decoding_tau": real, "draft_length": length}

@@ -115,7 +115,7 @@ def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Se
       InputError: too few rows; see also `load_target`, `packed_rows`, `FeatureRows` and `RunFolder`.
     """
     folder, online = Path(config.target), not config.features
-    layers = online or config.decoded_prompts > 0
+    layers = "stacked" if online or config.decoded_prompts else "none"
     target = load_target(folder, jnp.dtype(config.target_dtype), mesh=mesh, layers=layers)
     mark = fingerprint_of(folder)
     attention = config.attention_on(jax.devices()[0].platform, target.config.head_dim)
@@ -236,20 +236,19 @@ def batch_of(
             read[place] = change(place, setup.rows[indices[place]])
         return read[place]
 
+    arrays: dict[str, jax.Array] = {}
     if setup.mesh is None:
         arrays = {name: jnp.asarray(array) for name, array in stack_rows([row(n) for n in range(len(indices))]).items()}
     else:
         where, count = by_rows(setup.mesh), len(indices)
-        mine = where.addressable_devices_indices_map((count,)).values()
-        example = row(next(iter(mine))[0].indices(count)[0])  # type: ignore[index]
-        arrays = {
-            name: jax.make_array_from_callback(
-                (count, *array.shape),
-                where,
-                lambda part, name=name: np.stack([row(place)[name] for place in range(*part[0].indices(count))]),
-            )
-            for name, array in example.items()
-        }
+        mine: Any = where.addressable_devices_indices_map((count,))
+        example = row(next(iter(mine.values()))[0].indices(count)[0])
+
+        def held(name: str) -> Callable[[Any], np.ndarray]:
+            return lambda part: np.stack([row(place)[name] for place in range(*part[0].indices(count))])
+
+        for name, array in example.items():
+            arrays[name] = jax.make_array_from_callback((count, *array.shape), where, held(name))
     if setup.online:
         arrays = features_in_loop(setup.target, taps or setup.draft.config.taps, arrays, setup.attention)
     return Batch(**arrays)
