@@ -1,9 +1,10 @@
-"""Draft for DeepSeek-R1-Distill-LLaMA-8B: the paper's recipe on a TPU slice or a GPU node.
+"""Draft for DeepSeek-R1-Distill-LLaMA-8B, on a TPU slice or a GPU node.
 
     eagle3-jax data regenerate prompts.jsonl --target models/DeepSeek-R1-Distill-Llama-8B --out answers.jsonl
     eagle3-jax train configs/deepseek_r1_distill_llama_8b.py --data answers.jsonl
 
-MESH
+The mesh is that of eight chips, fsdp alone: on v5e:2x4 (16 GB a chip) as it stands, on a node of eight H100s with the
+same mesh.
 
     eagle3-jax plan configs/deepseek_r1_distill_llama_8b.py --topology v5e:2x4
     eagle3-jax plan configs/deepseek_r1_distill_llama_8b.py --topology h100:8 --mesh '(1,8,1)'

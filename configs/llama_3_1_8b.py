@@ -1,9 +1,10 @@
-"""Draft for LLaMA-3.1-8B-Instruct: the paper's recipe on a TPU slice or a GPU node.
+"""Draft for LLaMA-3.1-8B-Instruct, on a TPU slice or a GPU node.
 
     eagle3-jax data regenerate prompts.jsonl --target models/Llama-3.1-8B-Instruct --out answers.jsonl
     eagle3-jax train configs/llama_3_1_8b.py --data answers.jsonl
 
-MESH
+The mesh is that of eight chips, fsdp alone: on v5e:2x4 (16 GB a chip) as it stands, on a node of eight H100s with the
+same mesh.
 
     eagle3-jax plan configs/llama_3_1_8b.py --topology v5e:2x4
     eagle3-jax plan configs/llama_3_1_8b.py --topology h100:8 --mesh '(1,8,1)'

@@ -1,9 +1,9 @@
-"""Draft for LLaMA-3.3-70B-Instruct: the paper's recipe on a TPU slice or a GPU node.
+"""Draft for LLaMA-3.3-70B-Instruct, on a TPU slice or a GPU node.
 
     eagle3-jax data regenerate prompts.jsonl --target models/Llama-3.3-70B-Instruct --out answers.jsonl
     eagle3-jax train configs/llama_3_3_70b.py --data answers.jsonl
 
-MESH
+The mesh is that of sixteen chips, fsdp alone: on v5p:2x2x4 (95 GB a chip); a node of eight H200s takes half of it.
 
     eagle3-jax plan configs/llama_3_3_70b.py --topology v5p:2x2x4
     eagle3-jax plan configs/llama_3_3_70b.py --topology h200:8 --mesh '(1,8,1)'

@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
+from etils import epath
 
 from eagle3_jax.errors import InputError
 
@@ -219,8 +220,21 @@ def check_destination(destination: Path, source: Path | None, *, force: bool) ->
         )
 
 
+def at(name: str) -> Path:
+    """A local path, or one of a cloud (gs://, s3://), which `etils.epath` reads and writes through fsspec."""
+    return cast(Path, epath.Path(name)) if "://" in name else Path(name)
+
+
+def in_cloud(path: Path) -> bool:
+    """Whether a path is a cloud's, where an object is written whole and never added to."""
+    return "://" in str(path)
+
+
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file whole or not at all: `write` fills a file beside it, which then takes its place."""
+    if in_cloud(path):
+        write(path)
+        return
     part = path.with_name(f".{path.name}.part")
     write(part)
     os.replace(part, path)

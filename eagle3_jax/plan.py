@@ -82,8 +82,9 @@ def make_plan(config: TrainConfig, shape: TargetConfig, topology: Topology, *, d
       decoding: plan a round of decoding as well.
 
     Returns:
-      topology, devices, estimated, fits (None where the devices' memory is not known), bytes_per_device (of the largest
-      program), programs, flops_per_step, roofline_seconds, bound, compile_seconds, advice.
+      topology, devices, estimated, attention (who computes it), fits (None where the devices' memory is not known),
+      bytes_per_device (of the largest program), programs, flops_per_step, roofline_seconds, bound, compile_seconds,
+      advice.
 
     Raises:
       InputError: see `abstract_run` and `make_mesh`.
@@ -109,6 +110,7 @@ def make_plan(config: TrainConfig, shape: TargetConfig, topology: Topology, *, d
     largest = max(programs.values(), key=lambda program: program.total)
     found = {
         "topology": topology.name, "devices": topology.count if mesh is not None else 1, "estimated": False,
+        "attention": run.attention,
         "bytes_per_device": {"total": largest.total, **largest.parts},
         "programs": {
             name: {"total": one.total, **one.parts, "arguments": one.arguments, "compiled": one.compiled}
@@ -239,7 +241,7 @@ def _estimate(config: TrainConfig, shape: TargetConfig, topology: Topology) -> d
     bytes_of = {name: held.get(name, 0) for name in PARTS} | {"temporary": temporary}
     total = sum(bytes_of.values())
     found = {
-        "topology": topology.name, "devices": topology.count, "estimated": True,
+        "topology": topology.name, "devices": topology.count, "estimated": True, "attention": run.attention,
         "bytes_per_device": {"total": total, **bytes_of}, "programs": {}, "compile_seconds": 0.0,
     }  # fmt: skip
     return found | _verdict(config, shape, topology.chip, topology.count, flops, total)

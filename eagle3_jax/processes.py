@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.errors import InputError
 
@@ -63,11 +65,29 @@ def said_by_first(value: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 
-def any_of(value: bool) -> bool:
-    """Whether any process says so."""
-    if jax.process_count() == 1:
-        return value
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(value))))
+class Vote:
+    """Whether any process has said so, known to all of them at the same update.
+
+    With several processes the answer is that of the update before: its program has run by then, so that nobody waits
+    for the one that was just started.
+    """
+
+    def __init__(self, mesh: Mesh | None):
+        self._mesh, self._asked = mesh, None
+
+    def any_of(self, value: bool) -> bool:
+        """Say something at this update; what anybody said (with several processes, at the last one)."""
+        if jax.process_count() == 1 or self._mesh is None:
+            return value
+        where = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+        said = jax.make_array_from_callback((self._mesh.size,), where, lambda part: np.asarray([value]))
+        before, self._asked = self._asked, _any(said)
+        return before is not None and bool(before)
+
+
+@jax.jit
+def _any(said: jax.Array) -> jax.Array:
+    return jnp.any(said)
 
 
 def on_host(array: Any) -> np.ndarray:

@@ -174,10 +174,12 @@ def test_large_targets_are_compiled_for_tpus(name: str, topology: str, changes: 
     if changes:
         assert "GiB a device more than" in plan["advice"]
         return
+    assert plan["attention"] == "splash"
     for program in plan["programs"].values():
         assert program["arguments"] + program["temporary"] == pytest.approx(program["compiled"], rel=0.1)
 
 
+@pytest.mark.full
 def test_eight_fake_devices_are_planned_as_a_mesh():
     code = (
         "import chex; chex.set_n_cpu_devices(8)\n"

@@ -31,6 +31,19 @@ def config():
 """
 
 
+CHILD = """
+import os, sys, time
+from eagle3_jax import cli
+from eagle3_jax.training import setup
+read = setup.packed_rows
+def late(config):
+    time.sleep(float(os.environ["LATE"]))
+    return read(config)
+setup.packed_rows = late
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """Eleven rows, two of them held out, in batches of two."""
@@ -53,19 +66,19 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return config
 
 
-def together(config: TrainConfig, folder: Path, count: int = 2) -> list[subprocess.Popen[str]]:
-    """Processes of one device each that run the same command."""
+def together(config: TrainConfig, folder: Path, count: int = 2, *, late: float = 0.0) -> list[subprocess.Popen[str]]:
+    """Processes of one device each that run the same command; the last one's data may be `late` by some seconds."""
     path = folder / "config.py"
     path.write_text(CONFIG.format(config=config), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "eagle3_jax.cli", "train", str(path), "--cache-dir", ""]
+    command = [sys.executable, "-c", CHILD, "train", str(path), "--cache-dir", ""]
     place = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(count)]
     return [
         subprocess.Popen(
             [*command, *place, "--process", str(index)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu", "LATE": str(late if index == count - 1 else 0)},
         )
         for index in range(count)
     ]  # fmt: skip
@@ -103,6 +116,7 @@ def test_two_processes_train_as_one_does(settings: TrainConfig, tmp_path: Path):
     assert "[process 1] platform cpu" in second
 
 
+@pytest.mark.full
 def test_two_processes_stop_together_and_one_continues(settings: TrainConfig, tmp_path: Path):
     """A signal that reaches one of them stops both at the same update, with a state that one process resumes."""
     both = tmp_path / "both"
@@ -153,6 +167,17 @@ def processes_of_one(config: TrainConfig, updates: int) -> None:
             train(config)
 
 
+@pytest.mark.full
+def test_a_process_whose_data_takes_long_is_waited_for(settings: TrainConfig, tmp_path: Path):
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), mesh=(2, 1, 1), updates=2, schedule=((2, 2),), warmup=1
+    )
+    started = together(config, tmp_path, late=90)
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert len(losses(tmp_path / "run")) == 2
+
+
 def test_places_that_are_half_given_are_refused():
     with pytest.raises(InputError, match="--coordinator, --processes and --process together"):
         processes.join("127.0.0.1:1", 2)
@@ -161,5 +186,6 @@ def test_places_that_are_half_given_are_refused():
 def test_one_process_agrees_with_itself():
     assert processes.first()
     assert [processes.said_by_first(value) for value in (True, False)] == [True, False]
-    assert [processes.any_of(value) for value in (True, False)] == [True, False]
+    vote = processes.Vote(None)
+    assert [vote.any_of(value) for value in (True, False)] == [True, False]
     processes.wait("nobody")

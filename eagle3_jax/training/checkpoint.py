@@ -15,7 +15,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.errors import InputError
-from eagle3_jax.files import replace_file
+from eagle3_jax.files import in_cloud, replace_file
 from eagle3_jax.processes import first
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.step import TrainState
@@ -64,7 +64,7 @@ class RunFolder:
         if self._manager is None:
             best = policies.BestN(get_metric_fn=_joint, n=1, keep_checkpoints_without_metrics=False)
             self._manager = ocp.CheckpointManager(
-                (self.folder / "checkpoints").absolute(),
+                self.folder / "checkpoints" if in_cloud(self.folder) else (self.folder / "checkpoints").absolute(),
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(self._keep), best]),
                     best_fn=_joint,

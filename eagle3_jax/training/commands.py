@@ -19,6 +19,7 @@ from eagle3_jax.commands import tree_shape
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import at
 from eagle3_jax.hardware import find_topology
 from eagle3_jax.params import abstract_params
 from eagle3_jax.plan import make_plan, shown
@@ -86,7 +87,7 @@ def plan(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> int:
     """Write a run's draft as a canonical folder."""
     runtime.start(args.device or "cpu", "float32", "")
-    run = RunFolder(Path(args.run_folder))
+    run = RunFolder(at(args.run_folder))
     _, config, vocab = run.read()
     if args.step not in ("best", "latest") and not args.step.isdigit():
         raise InputError(

@@ -30,8 +30,8 @@ class TrainConfig:
     Attributes:
       target: the target's folder.
       target_dtype: float32 or bfloat16, of the target's weights and pass where it runs in the loop.
-      output: the run's folder: checkpoints, log, config.
-      data: jsonl files whose assistant replies are learnt, when the target runs in the loop.
+      output: the run's folder: checkpoints, log, config; local or a cloud's (gs://).
+      data: jsonl files, local or a cloud's, whose assistant replies are learnt, when the target runs in the loop.
       features: folders of `eagle3-jax data features`; when given, the target's layers are not run and `data` is unused.
       init: a draft folder to continue from; empty begins with new weights.
       held_out_rows: rows never trained on, for evaluation; of several folders of features, the first one's.
@@ -188,6 +188,10 @@ class TrainConfig:
             f"a multiple of the {parts} parts that slices, data and fsdp split a batch into",
             str(self.batch_rows),
         )
+        for name, value in {"target": self.target, "init": self.init, "features": ",".join(self.features)}.items():
+            self._require(
+                "://" not in value, name, "a local folder: it is read through a memory map (copy or mount it)", value
+            )
         self._require(bool(self.data or self.features), "data", "data files, or folders of features", "neither")
         counts = ("row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep")
         for name in (*counts, "draft_vocab_size"):

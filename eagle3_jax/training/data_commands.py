@@ -18,7 +18,7 @@ from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_target, read_target_config
 from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
-from eagle3_jax.files import replace_file
+from eagle3_jax.files import at, replace_file
 from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl, read_lines
 from eagle3_jax.requests import Request, check_request
 from eagle3_jax.tokenizer import decode as decode_text
@@ -98,7 +98,7 @@ def _encoded(args: argparse.Namespace, files: Sequence[str], row_length: int | N
     encoded: list[Encoded] = []
     for name in files:
         documents, report = encode_file(
-            Path(name), tokenizer, max_length=row_length or limit, last_turn_only=args.last_turn_only,
+            at(name), tokenizer, max_length=row_length or limit, last_turn_only=args.last_turn_only,
             options=dict(args.template),
         )  # fmt: skip
         logger.info("%s", report)

@@ -18,8 +18,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eagle3_jax.draft import Draft
+from eagle3_jax.errors import InputError
+from eagle3_jax.files import at
 from eagle3_jax.params import count_params
-from eagle3_jax.processes import any_of
+from eagle3_jax.processes import Vote
 from eagle3_jax.sharding import entered, make_mesh, place, replicated
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
@@ -33,7 +35,7 @@ from eagle3_jax.training.evaluation import (
     promised_tau,
     warn_of_gap,
 )
-from eagle3_jax.training.reporting import Journal, open_writers, shown
+from eagle3_jax.training.reporting import Journal, check_writers, open_writers, shown
 from eagle3_jax.training.setup import batch_of, prepare, stack_batches, supervised
 from eagle3_jax.training.step import TrainState, init_optimizer, make_eval_step, make_optimizer, make_train_step
 
@@ -98,12 +100,18 @@ def train(config: TrainConfig, profile: Path | None = None) -> Result:
       InputError: see `TrainConfig.check`, the data and the target; an existing run of another config.
     """
     config.check()
-    writers = open_writers(config.writers, Path(config.output))
+    check_writers(config.writers)
+    if jax.process_count() > 1 and not config.mesh:
+        raise InputError(
+            expected=f"a mesh over the {jax.device_count()} devices of {jax.process_count()} processes",
+            found="no mesh",
+            remedy=f"Add e.g. --mesh '(1,{jax.device_count()},1)'.",
+        )
     mesh = make_mesh(config.mesh, slices=config.slices) if config.mesh else None
     with entered(mesh):
         training = _Training(config, mesh)
         try:
-            return training.run(profile, writers)
+            return training.run(profile)
         finally:
             # Also when something fails: a save that is under way comes to its end.
             training.folder.close()
@@ -113,7 +121,7 @@ class _Training:
     """One call of `train`."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh | None):
-        self.config, self.folder = config, RunFolder(Path(config.output), keep=config.keep, writes=True)
+        self.config, self.folder = config, RunFolder(at(config.output), keep=config.keep, writes=True)
         setup = prepare(config, self.folder, mesh)
         self.setup, compute = setup, jnp.dtype(config.compute_dtype)
         self.schedule = config.learning_rates()
@@ -159,7 +167,7 @@ class _Training:
             micro.append(batch_of(self.setup, indices, change=seen))
         return stack_batches(micro)
 
-    def run(self, profile: Path | None, writers: Any) -> Result:
+    def run(self, profile: Path | None) -> Result:
         """All updates that are left."""
         config, folder = self.config, self.folder
         state = self.first_state()
@@ -168,7 +176,8 @@ class _Training:
         logger.info("%d trainable parameters", count_params(state.params))
         if profile is not None and config.updates - first <= PROFILED:
             logger.warning("no profile: it begins after %d updates, and no more are left", PROFILED)
-        interrupt, began, tracing = Interrupt(), time.perf_counter(), False
+        writers = open_writers(config.writers, folder.folder)
+        interrupt, vote, began, tracing = Interrupt(), Vote(self.setup.mesh), time.perf_counter(), False
         with interrupt.watch(), Journal(folder.metrics, writers) as journal:
             for update in range(first, config.updates):
                 steps, last = config.steps_at(update), update + 1 == config.updates
@@ -187,7 +196,7 @@ class _Training:
                 if evaluated:
                     journal.record(*self.evaluate(state, update))
                 # Read once: a signal that comes during the save is answered after the next update.
-                stop = any_of(interrupt.asked)
+                stop = vote.any_of(interrupt.asked)
                 if (update + 1) % config.save_every == 0 or last or stop:
                     # Only what was measured at this very update may decide which checkpoint is best.
                     joint = sum(value or 0.0 for value in self.evaluation["joint"]) if evaluated else None

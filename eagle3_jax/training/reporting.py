@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import math
 import sys
@@ -10,9 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import in_cloud
 from eagle3_jax.processes import first
 
-WRITERS = ("tensorboard", "wandb")
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+WRITERS = tuple(_PACKAGES)
 
 
 def finite(value: Any) -> Any:
@@ -83,34 +87,41 @@ class _WandB:
         self._run.finish()
 
 
-def open_writers(names: Sequence[str], folder: Path) -> list[Writer]:
-    """The writers of a run.
+def check_writers(names: Sequence[str]) -> None:
+    """Refuse writers whose package is not here, before anything slow.
 
     Raises:
-      InputError: a package that is not installed.
+      InputError: naming the package.
     """
-    if not first():
-        return []
-    makers = {"tensorboard": ("tensorboardX", _TensorBoard), "wandb": ("wandb", _WandB)}
-    found: list[Writer] = []
     for name in names:
-        package, make = makers[name]
         try:
-            found.append(make(folder))
+            importlib.import_module(_PACKAGES[name])
         except ImportError as error:
             raise InputError(
-                expected=f"the package {package} for --writers {name}",
+                expected=f"the package {_PACKAGES[name]} for --writers {name}",
                 found=str(error),
                 remedy=f"Install the extra: pip install 'eagle3-jax[{name}]'.",
             ) from error
-    return found
+
+
+def open_writers(names: Sequence[str], folder: Path) -> list[Writer]:
+    """The writers of a run, in its folder; only the first process has any."""
+    makers = {"tensorboard": _TensorBoard, "wandb": _WandB}
+    return [makers[name](folder) for name in names] if first() else []
 
 
 class Journal:
     """Where entries go; only the first process writes."""
 
     def __init__(self, path: Path, writers: Sequence[Writer] = ()):
-        self._writers, self._file = writers, path.open("a", encoding="utf-8") if first() else None
+        self._writers, self._path, self._file = writers, path, None
+        if not first():
+            return
+        if in_cloud(path):
+            self._file = io.StringIO()
+            self._file.write(path.read_text() if path.exists() else "")
+        else:
+            self._file = path.open("a", encoding="utf-8")
 
     def record(self, entry: dict[str, Any], line: str) -> None:
         """Keep an entry, which has its `update`, and say a line."""
@@ -118,6 +129,8 @@ class Journal:
             return
         self._file.write(json.dumps(finite(entry), allow_nan=False) + "\n")
         self._file.flush()
+        if isinstance(self._file, io.StringIO):
+            self._path.write_text(self._file.getvalue())
         numbers = {name: value for name, value in scalars(finite(entry)).items() if name != "update"}
         for writer in self._writers:
             writer.write(entry["update"], numbers)

@@ -206,7 +206,6 @@ def read_rows(path: Path) -> tuple[list[Row], ReadReport]:
     Raises:
       InputError: the file is missing, or no row is left.
     """
-    path = Path(path)
     if not path.is_file():
         raise InputError(expected=f"a jsonl file at {path}", found="no such file", remedy="Check the path.")
     rows: list[Row] = []

@@ -17,6 +17,7 @@ from eagle3_jax.checkpoint import fingerprint_of, load_draft, load_target
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Draft, DraftParams, draft_specs
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import at
 from eagle3_jax.processes import first, on_host, said_by_first, wait
 from eagle3_jax.sharding import by_rows, constrain, place, replicated, shardings, unsplit
 from eagle3_jax.target import Target, target_specs
@@ -85,7 +86,7 @@ def packed_rows(config: TrainConfig) -> Packed:
     encoded = []
     for name in config.data:
         documents, report = encode_file(
-            Path(name), tokenizer, max_length=config.row_length, last_turn_only=config.last_turn_only,
+            at(name), tokenizer, max_length=config.row_length, last_turn_only=config.last_turn_only,
             options=dict(config.template),
         )  # fmt: skip
         logger.info("%s: %s", name, report)
