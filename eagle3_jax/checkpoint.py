@@ -171,7 +171,7 @@ def load_target(
 
 
 def fingerprint(target: Target) -> str:
-    """A short name for the target's weights, as `fingerprint_of` its folder."""
+    """A short name for the target's weights, as `fingerprint_of` its folder; of a target with its layers."""
     layers = target.params.layers
     norms = list(layers.input_norm) if isinstance(layers, TargetLayer) else [layer.input_norm for layer in layers]
     return _mark([target.params.norm, *norms])

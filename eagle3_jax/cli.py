@@ -180,7 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--topology", default="local",
         help="devices of one slice or node: local (default); a TPU slice such as v5e:2x4, v5p:2x2x4 or v6e:4x4 (needs "
-        "libtpu, not a TPU); or GPUs, such as h100:8, which are estimated by arithmetic unless they are here",
+        "libtpu, not a TPU); or GPUs, such as h100:8, which are estimated by arithmetic",
     )  # fmt: skip
     plan.add_argument("--json", action="store_true")
     plan.set_defaults(run=training.plan, takes_fields=True)
@@ -284,8 +284,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     count.add_argument("data", nargs="+", help="jsonl, as for training")
     _integer(
-        count, "--sizes", 1, listed=True, default=[4096, 8192, 16384, 32000, 64000], metavar="C,C,...",
-        help="default 4096,8192,16384,32000,64000",
+        count, "--sizes", 1, listed=True, metavar="C,C,...",
+        help="default: " + ", ".join(map(str, data_room.SIZES)) + ", as far as the target's vocabulary goes",
     )  # fmt: skip
     count.set_defaults(run=data_room.vocab)
     for sub in (look, count):

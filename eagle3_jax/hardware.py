@@ -1,7 +1,8 @@
 """What accelerators can do: the numbers of their makers, for plans and rooflines.
 
-Sources: Google Cloud's pages on TPU v4, v5e, v5p and v6e ("system architecture"); NVIDIA's data sheets of A100, H100
-SXM and H200 (dense bf16, without sparsity). `hbm` of a TPU is what its compiler lets a program use.
+Sources: Google Cloud's pages on TPU v5e, v5p and v6e (interconnect: half of the bidirectional figure of a chip);
+NVIDIA's data sheets of A100, H100 SXM and H200 (dense, without sparsity). `hbm` of a TPU is what its compiler lets a
+program use, of a GPU what jax takes. Between slices and nodes, figures are those of usual networks and no more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 from eagle3_jax.errors import InputError
 
 GIB = 2**30
+PASSES = 6  # bf16 products in one of fp32 on a TPU, at the highest precision
+# Of a GPU's memory jax takes this much, unless told otherwise.
+POOL = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Chip:
     Attributes:
       platform: tpu or gpu.
       hbm: bytes of memory.
-      flops: bf16 products, per second.
+      flops: operations of bf16 products, per second.
+      flops_fp32: of fp32 products.
       hbm_bandwidth: bytes per second.
       network: bytes per second to its neighbours in the slice or node, all links, one direction.
       slow_network: bytes per second to other slices or nodes.
@@ -32,19 +37,19 @@ class Chip:
     platform: str
     hbm: float
     flops: float
+    flops_fp32: float
     hbm_bandwidth: float
     network: float
     slow_network: float
 
 
 CHIPS = {
-    "v4": Chip("tpu", 30.75 * GIB, 275e12, 1228e9, 270e9, 3.1e9),
-    "v5e": Chip("tpu", 15.75 * GIB, 197e12, 819e9, 180e9, 3.1e9),
-    "v5p": Chip("tpu", 95.74 * GIB, 459e12, 2765e9, 540e9, 6.2e9),
-    "v6e": Chip("tpu", 31.25 * GIB, 918e12, 1640e9, 360e9, 6.2e9),
-    "a100": Chip("gpu", 79 * GIB, 312e12, 2039e9, 300e9, 25e9),
-    "h100": Chip("gpu", 79 * GIB, 989e12, 3350e9, 450e9, 50e9),
-    "h200": Chip("gpu", 140 * GIB, 989e12, 4800e9, 450e9, 50e9),
+    "v5e": Chip("tpu", 15.75 * GIB, 197e12, 197e12 / PASSES, 819e9, 200e9, 3.1e9),
+    "v5p": Chip("tpu", 95.74 * GIB, 459e12, 459e12 / PASSES, 2765e9, 600e9, 6.2e9),
+    "v6e": Chip("tpu", 31.25 * GIB, 918e12, 918e12 / PASSES, 1640e9, 400e9, 12.5e9),
+    "a100": Chip("gpu", POOL * 80e9, 312e12, 19.5e12, 2039e9, 300e9, 25e9),
+    "h100": Chip("gpu", POOL * 80e9, 989e12, 67e12, 3350e9, 450e9, 50e9),
+    "h200": Chip("gpu", POOL * 141e9, 989e12, 67e12, 4800e9, 450e9, 50e9),
 }
 
 
@@ -104,4 +109,9 @@ def find_topology(name: str, slices: int = 1) -> Topology:
             remedy="Install it beside jax (pip install 'eagle3-jax[plan]'; pyproject.toml has the pairs that were "
             "tried), and name a slice that exists, e.g. v5e:2x4, v5p:2x2x4, v6e:2x4.",
         ) from error
-    return Topology(name, chip, len(devices), list(devices))
+    if len(devices) != count:
+        raise InputError(
+            expected=f"{count} devices in {slices} x {name}", found=f"{len(devices)}, by libtpu's description",
+            remedy="Name the slice as its documentation does, e.g. v5e:2x4.",
+        )  # fmt: skip
+    return Topology(name, chip, count, list(devices))

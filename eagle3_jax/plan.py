@@ -11,6 +11,7 @@ slower than that. Traffic is counted by formulas given below.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.flops import count_flops
-from eagle3_jax.hardware import GIB, Chip, Topology
+from eagle3_jax.hardware import GIB, Topology
 from eagle3_jax.params import count_params
 from eagle3_jax.sharding import entered, make_mesh
 from eagle3_jax.target import target_specs
@@ -41,6 +42,7 @@ from eagle3_jax.training.abstract import (
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.head import HEAD_CHUNK, ceil_div
 from eagle3_jax.training.start import new_shape
+from eagle3_jax.training.step import ARGMAX_CHUNK
 
 LEAST_ROW = 512  # rows that are not advised to be made shorter
 PARTS = ("target", "draft", "optimiser", "batch", "caches", "temporary")
@@ -91,34 +93,56 @@ def make_plan(config: TrainConfig, shape: TargetConfig, topology: Topology, *, d
     """
     if topology.devices is None:
         return _estimate(config, shape, topology)
-    mesh = make_mesh(config.mesh, slices=config.slices, devices=topology.devices) if config.mesh else None
-    if mesh is None and topology.chip is not None and topology.count > 1:
-        raise InputError(
-            expected=f"a mesh over the {topology.count} devices of {topology.name}",
-            found="no mesh in the config",
-            remedy=f"Add e.g. --mesh '(1,{topology.count},1)'.",
-        )
+    mesh = None
+    if config.mesh:
+        mesh = make_mesh(config.mesh, slices=config.slices, devices=topology.devices)
+    elif topology.chip is not None:
+        if topology.count > 1:
+            raise _no_mesh(config, topology)
+        # One device that is not here: a mesh of one says where to compile for.
+        mesh = make_mesh((1, 1, 1), devices=topology.devices)
     platform = topology.devices[0].platform if topology.chip is None else topology.chip.platform
     run = abstract_run(config, shape, mesh, platform)
-    with entered(mesh):
+    with entered(mesh), jax.default_matmul_precision(config.precision):
         flops = _flops(run)
         programs = {"update": _update(run)}
         if not config.features:
             programs["teacher"] = _teacher(run)
-    if decoding:
-        programs["round"] = _round(config, shape, mesh, platform)
+    # What training takes decides; a round of decoding is a program of its own.
     largest = max(programs.values(), key=lambda program: program.total)
+    if decoding:
+        with jax.default_matmul_precision(config.precision):
+            programs["round"] = _round(config, shape, mesh, platform)
+    memory = _memory(topology)
+    described = {
+        name: {
+            "total": one.total, **one.parts, "arguments": one.arguments, "compiled": one.compiled,
+            "fits": None if memory is None else one.total <= memory,
+        }
+        for name, one in programs.items()
+    }  # fmt: skip
     found = {
         "topology": topology.name, "devices": topology.count if mesh is not None else 1, "estimated": False,
-        "attention": run.attention,
-        "bytes_per_device": {"total": largest.total, **largest.parts},
-        "programs": {
-            name: {"total": one.total, **one.parts, "arguments": one.arguments, "compiled": one.compiled}
-            for name, one in programs.items()
-        },
-        "compile_seconds": sum(program.seconds for program in programs.values()),
+        "attention": run.attention, "bytes_per_device": {"total": largest.total, **largest.parts},
+        "programs": described, "compile_seconds": sum(program.seconds for program in programs.values()),
     }  # fmt: skip
-    return found | _verdict(config, shape, topology.chip, topology.count, flops, largest.total)
+    return found | _verdict(config, shape, topology, flops, largest.total)
+
+
+def _no_mesh(config: TrainConfig, topology: Topology) -> InputError:
+    return InputError(
+        expected=f"a mesh over the {topology.count} devices of {topology.name}",
+        found=f"mesh {config.mesh} and {config.slices} slices",
+        remedy=f"Add e.g. --mesh '(1,{topology.count // config.slices},1)'.",
+    )
+
+
+def _memory(topology: Topology) -> float | None:
+    """Bytes that a device of a topology has; None where nothing says so, as on a CPU."""
+    if topology.chip is not None:
+        return topology.chip.hbm
+    assert topology.devices is not None
+    return (topology.devices[0].memory_stats() or {}).get("bytes_limit")
 
 
 def _flops(run: AbstractRun) -> int:
@@ -161,13 +185,17 @@ def _program(traced: jax.stages.Traced, held: dict[str, int], arguments: int) ->
 
 
 def _held(run: AbstractRun) -> dict[str, int]:
-    """What stays in memory between the programs of training."""
+    """What stays in memory between the programs of training.
+
+    The batch is there twice: programs are started before the last one has ended, so that the next update's rows and
+    features are made while this one's are in use.
+    """
     head = device_bytes(run.teacher)
     return {
         "target": device_bytes(run.kept) + head,
         "draft": device_bytes(run.state.params) + device_bytes(run.model.vocab),
         "optimiser": device_bytes(run.state.opt_state),
-        "batch": device_bytes(run.batches),
+        "batch": 2 * device_bytes(run.batches),
     }
 
 
@@ -184,36 +212,37 @@ def _teacher(run: AbstractRun) -> Program:
 def _round(config: TrainConfig, shape: TargetConfig, mesh: Mesh | None, platform: str) -> Program:
     """Decoding alone: the target, the draft and both caches, one sequence for each copy of the weights.
 
-    Weights that fsdp splits in training are split by tensor here: a round is too short to gather them.
+    Weights that fsdp splits in training are split by tensor here, as far as heads divide: a round is too short to
+    gather them.
     """
     rows = 1
     if mesh is not None:
-        rows = mesh.shape["slice"] * mesh.shape["data"]
-        sizes = (mesh.shape["data"], 1, mesh.shape["fsdp"] * mesh.shape["tensor"])
+        parts = mesh.shape["fsdp"] * mesh.shape["tensor"]
+        tensor = next(size for size in range(parts, 0, -1) if parts % size == 0 and shape.num_heads % size == 0)
+        sizes = (mesh.shape["data"] * parts // tensor, 1, tensor)
+        rows = mesh.shape["slice"] * sizes[0]
         mesh = make_mesh(sizes, slices=mesh.shape["slice"], devices=mesh.devices.flatten().tolist())
         config = dataclasses.replace(config, mesh=sizes, batch_rows=rows)
     with entered(mesh):
         run = abstract_run(config, shape, mesh, platform, stacked=False)
         length = cache_bucket(config.row_length, shape.context_limit)
-        return _round_program(run, rows, length)
-
-
-def _round_program(run: AbstractRun, rows: int, length: int) -> Program:
-    traced, state, draft = trace_round(run, rows, length)
-    held = {
-        "target": device_bytes(unique_params(run.target)),
-        "draft": device_bytes(draft.params) + device_bytes(draft.vocab),
-        "caches": device_bytes(state),
-    }
-    return _program(traced, held, sum(held.values()))
+        traced, state, draft = trace_round(run, rows, length)
+        held = {
+            "target": device_bytes(unique_params(run.target)),
+            "draft": device_bytes(draft.params) + device_bytes(draft.vocab),
+            "caches": device_bytes(state),
+        }
+        # The compiler counts an array once for every argument that it is: the embedding is also the draft's.
+        return _program(traced, held, device_bytes((run.target.params, draft, state)))
 
 
 def _estimate(config: TrainConfig, shape: TargetConfig, topology: Topology) -> dict[str, Any]:
     """A plan by arithmetic.
 
-    Temporary bytes are the sum of: gradients in fp32, split as the draft is; the draft gathered in the compute
-    precision; for each row that a device has, what every unrolled step keeps for the backward pass; the largest layer
-    of the target, gathered twice over; one chunk of logits and their gradient, of all steps.
+    Temporary bytes are the sum of: the gradients gathered in fp32, and split as the draft is; the draft gathered in the
+    compute precision; for each row that a device has, what every unrolled step keeps for the backward pass, and four
+    copies of all steps' outputs that the loss arranges; the largest layer of the target, gathered twice over; one chunk
+    of logits and their gradient, of all steps.
     """
     assert topology.chip is not None
     sizes = _mesh_sizes(config, topology)
@@ -226,25 +255,20 @@ def _estimate(config: TrainConfig, shape: TargetConfig, topology: Topology) -> d
     draft, parts, tensor = run.model.config, sizes["slice"] * sizes["data"] * sizes["fsdp"], sizes["tensor"]
     wide = jnp.dtype(config.compute_dtype).itemsize
     tokens = config.batch_rows * config.row_length // parts
-    kept = _kept_widths(config, draft, tensor) * wide * tokens * config.max_steps
+    kept = (_kept_widths(config, draft, tensor) + 4 * draft.hidden_size) * wide * tokens * config.max_steps
     weights = count_params(draft_specs(draft)) // tensor
     layers = count_params(target_specs(shape).layers) // tensor * jnp.dtype(config.target_dtype).itemsize
+    gathered = 0 if config.features else 2 * layers // shape.num_layers
     chunk = HEAD_CHUNK * config.max_steps * draft.draft_vocab_size // tensor * 8
     held = _held(run)
-    temporary = (
-        held["optimiser"] // 2
-        + weights * wide
-        + kept
-        + (0 if config.features else 2 * layers // shape.num_layers)
-        + chunk
-    )
+    temporary = held["optimiser"] // 2 + weights * (4 + wide) + kept + gathered + chunk
     bytes_of = {name: held.get(name, 0) for name in PARTS} | {"temporary": temporary}
     total = sum(bytes_of.values())
     found = {
         "topology": topology.name, "devices": topology.count, "estimated": True, "attention": run.attention,
         "bytes_per_device": {"total": total, **bytes_of}, "programs": {}, "compile_seconds": 0.0,
     }  # fmt: skip
-    return found | _verdict(config, shape, topology.chip, topology.count, flops, total)
+    return found | _verdict(config, shape, topology, flops, total)
 
 
 def _kept_widths(config: TrainConfig, draft: DraftConfig, tensor: int) -> int:
@@ -261,15 +285,8 @@ def _kept_widths(config: TrainConfig, draft: DraftConfig, tensor: int) -> int:
 
 def _mesh_sizes(config: TrainConfig, topology: Topology) -> dict[str, int]:
     sizes = {"slice": config.slices} | dict(zip(("data", "fsdp", "tensor"), config.mesh or (1, 1, 1)))
-    product = 1
-    for size in sizes.values():
-        product *= size
-    if product != topology.count:
-        raise InputError(
-            expected=f"a mesh over the {topology.count} devices of {topology.name}",
-            found=f"mesh {config.mesh} and {config.slices} slices",
-            remedy=f"Add e.g. --mesh '(1,{topology.count // config.slices},1)'.",
-        )
+    if math.prod(sizes.values()) != topology.count:
+        raise _no_mesh(config, topology)
     return sizes
 
 
@@ -278,23 +295,25 @@ def traffic(
 ) -> tuple[float, float, float]:
     """Bytes that each device moves in an update: through its memory, through the fast network, through the slow one.
 
-    Memory: the target's gathered weights once a micro-batch, the draft's three times an unrolled step (the pass and
-    both its gradients), 28 bytes a parameter of the optimiser's share, and 16 widths of activations for each token of
-    each layer or step. Network: gathering what fsdp splits (the target once a micro-batch, the draft twice) and
-    scattering the draft's gradients; sums of activations over tensor (two a layer, four a step); sums of gradients over
-    data, and over slices on the slow network, each twice its size.
+    Memory: the target's gathered weights once a micro-batch, its head once for every 512 tokens, the draft's three
+    times an unrolled step (the pass and both its gradients), 28 bytes a parameter of the optimiser's share, and 16
+    widths of activations for each token of each layer or step. Network: gathering what fsdp splits (the target once a
+    micro-batch, the draft twice) and scattering the draft's gradients; sums of activations over tensor (two a layer,
+    four a step); sums of gradients over data, and over slices on the slow network, each twice its size.
     """
     tensor, fsdp = sizes["tensor"], sizes["fsdp"]
     parts = sizes["slice"] * sizes["data"] * fsdp
     wide, stored = jnp.dtype(config.compute_dtype).itemsize, jnp.dtype(config.target_dtype).itemsize
     tokens = config.batch_rows * config.row_length / parts
     online = 0 if config.features else config.accumulation
-    target = count_params(target_specs(shape).layers) / tensor * stored
+    specs = target_specs(shape)
+    head = count_params(specs.lm_head) / tensor * stored
+    target = count_params(specs.layers) / tensor * stored + head
     weights = count_params(draft_specs(draft)) / tensor
     steps = config.accumulation * config.max_steps
     row = tokens * draft.hidden_size
     memory = (
-        online * (target + 16 * row * shape.num_layers * stored)
+        online * (target + head * (max(1, tokens / ARGMAX_CHUNK) - 1) + 16 * row * shape.num_layers * stored)
         + steps * (3 * weights * wide + 16 * row * wide)
         + 28 * weights / fsdp
     )
@@ -307,34 +326,31 @@ def traffic(
     return memory, network, slow
 
 
-def _verdict(
-    config: TrainConfig, shape: TargetConfig, chip: Chip | None, count: int, flops: int, total: int
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"flops_per_step": flops}
+def _verdict(config: TrainConfig, shape: TargetConfig, topology: Topology, flops: int, total: int) -> dict[str, Any]:
+    memory_size, chip, count = _memory(topology), topology.chip, topology.count
+    found: dict[str, Any] = {"flops_per_step": flops, "fits": None, "advice": ""}
+    if memory_size is not None:
+        found["fits"] = total <= memory_size
+        if not found["fits"]:
+            found["advice"] = (
+                f"{(total - memory_size) / GIB:.2f} GiB a device more than {memory_size / GIB:.2f}: "
+                + "; ".join(_remedies(config))
+            )
     if chip is None:
-        return found | {"fits": None, "roofline_seconds": None, "bound": None, "advice": ""}
+        return found | {"roofline_seconds": None, "bound": None}
     draft = new_shape(config, shape, config.taps or shape.default_taps)
     sizes = {"slice": config.slices} | dict(zip(("data", "fsdp", "tensor"), config.mesh or (1, 1, 1)))
     memory, network, slow = traffic(config, shape, draft, sizes)
     seconds = {
-        "compute": flops / count / chip.flops,
+        "compute": flops / count / (chip.flops if config.precision == "default" else chip.flops_fp32),
         "memory": memory / chip.hbm_bandwidth,
         "network": network / chip.network + slow / chip.slow_network,
     }
     bound = max(seconds, key=lambda name: seconds[name])
-    fits = total <= chip.hbm
-    advice = ""
-    if not fits:
-        advice = f"{(total - chip.hbm) / GIB:.2f} GiB a device more than {chip.hbm / GIB:.2f}: " + "; ".join(
-            _remedies(config, chip)
-        )
-    return found | {
-        "fits": fits, "roofline_seconds": seconds[bound], "bound": bound, "seconds_by_resource": seconds,
-        "advice": advice,
-    }  # fmt: skip
+    return found | {"roofline_seconds": seconds[bound], "bound": bound, "seconds_by_resource": seconds}
 
 
-def _remedies(config: TrainConfig, chip: Chip) -> list[str]:
+def _remedies(config: TrainConfig) -> list[str]:
     """What would take less memory, cheapest first."""
     found = []
     if config.target_dtype == "float32" and not config.features:
@@ -349,7 +365,9 @@ def _remedies(config: TrainConfig, chip: Chip) -> list[str]:
     if config.batch_rows > parts:
         found.append(f"--batch_rows {parts} with more --accumulation")
     if not config.features:
-        found.append("features on disk (eagle3-jax data features), which need no target in memory")
+        found.append(
+            "features on disk (eagle3-jax data features) and --decoded_prompts 0: no target's layers in memory"
+        )
     found.append("more devices" if config.row_length <= LEAST_ROW else "shorter rows (--row_length), more devices")
     return found
 
@@ -363,7 +381,10 @@ def shown(plan: Mapping[str, Any]) -> str:
     lines += [f"  {name:<12}{gib(value)}" for name, value in plan["bytes_per_device"].items()]
     for name, program in plan["programs"].items():
         compiled = "refused by the compiler" if program["compiled"] is None else gib(program["compiled"]).strip()
-        lines.append(f"  {name:<12}{gib(program['total'])} held while it runs; itself, as compiled: {compiled}")
+        verdict = "" if program["fits"] is None else "; fits" if program["fits"] else "; does not fit"
+        lines.append(
+            f"  {name:<12}{gib(program['total'])} held while it runs; itself, as compiled: {compiled}{verdict}"
+        )
     lines.append(f"  {plan['flops_per_step']:.3e} operations an update")
     if plan["bound"]:
         lines.append(f"  at least {plan['roofline_seconds']:.3f} s an update, bound by {plan['bound']}")

@@ -6,6 +6,8 @@ the same order; the first one writes what is written once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -36,6 +38,10 @@ def join(coordinator: str | None = None, count: int | None = None, index: int | 
             found="only some of them",
             remedy="Give all three, or --distributed where the cluster says them.",
         )
+    if coordinator is not None and not coordinator.rpartition(":")[2].isdigit():
+        raise InputError(expected="--coordinator HOST:PORT", found=coordinator, remedy="Give the port as well.")
+    # It would take SIGTERM for itself, which the training loop answers.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(coordinator, count, index)
     except (RuntimeError, ValueError) as error:
@@ -52,17 +58,35 @@ def first() -> bool:
     return jax.process_index() == 0
 
 
-def wait(name: str) -> None:
-    """Wait until all processes are here."""
+@contextmanager
+def agreed() -> Iterator[None]:
+    """For what one process may fail at alone, with no collective program inside: when one fails, none goes on.
+
+    Raises:
+      InputError: another process failed.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+        some = multihost_utils.process_allgather(np.asarray(failed is not None))
+        if failed is None and np.any(some):
+            raise InputError(
+                expected="all processes to come this far",
+                found=f"a failure in process {int(np.argmax(some))}",
+                remedy="See what that process says.",
+            )
+    if failed is not None:
+        raise failed
 
 
-def said_by_first(value: bool) -> bool:
+def said_by_first(value: int) -> int:
     """What the first process says."""
     if jax.process_count() == 1:
         return value
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(value)))
+    return int(multihost_utils.broadcast_one_to_all(np.asarray(value, np.int32)))
 
 
 class Vote:

@@ -64,9 +64,17 @@ def make_mesh(shape: Sequence[int], *, slices: int = 1, devices: Sequence[Any] |
         grid = mesh_utils.create_device_mesh(sizes, devices=devices, allow_split_physical_axes=True)
     else:
         known = hasattr(devices[0], "slice_index")
-        grid = mesh_utils.create_hybrid_device_mesh(
-            (1, *shape), (slices, 1, 1, 1), devices=devices, process_is_granule=not known
-        )
+        try:
+            grid = mesh_utils.create_hybrid_device_mesh(
+                (1, *shape), (slices, 1, 1, 1), devices=devices, process_is_granule=not known,
+                allow_split_physical_axes=True,
+            )  # fmt: skip
+        except ValueError as error:
+            raise InputError(
+                expected=f"devices in {slices} {'slices' if known else 'processes'}",
+                found=str(error).splitlines()[0],
+                remedy="Set --slices to the number of slices (or of nodes with one process each), or leave it out.",
+            ) from error
     return Mesh(np.asarray(grid), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -144,7 +144,7 @@ def chat_text(
             add_generation_prompt=add_generation_prompt,
             **options,
         )  # type: ignore[return-value]
-    except (TemplateError, ValueError) as error:
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
         roles = ", ".join(message["role"] for message in messages) or "none"
         raise InputError(
             expected="messages that the target's chat template accepts",

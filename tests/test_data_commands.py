@@ -71,7 +71,7 @@ def test_a_row_is_shown_with_its_supervised_tokens_marked(target: Path, rows: Pa
 
 def test_vocabularies_cover_what_they_say(target: Path, rows: Path, capsys, tmp_path: Path):
     place = tmp_path / "vocab.json"
-    arguments = ("data", "vocab", rows, rows, "--target", target, "--sizes", "4,2,1,999", "--out", place)
+    arguments = ("data", "vocab", rows, rows, "--target", target, "--sizes", "4,2,1,320")
     code, out, notes = run(capsys, *arguments)
     assert code == 0
     found = json.loads(out)
@@ -87,11 +87,16 @@ def test_vocabularies_cover_what_they_say(target: Path, rows: Path, capsys, tmp_
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert shares[1] == pytest.approx(supervised.count(end) / len(supervised))
     assert f"{len(supervised)} supervised tokens" in notes
+    code, _, notes = run(capsys, *arguments, "--out", place)
+    assert (code, "--out with one size" in notes) == (2, True)
+    assert run(capsys, *arguments[:-1], "999")[0] == 2
+    whole = (*arguments[:-1], "320", "--out", place)
+    assert run(capsys, *whole)[0] == 0
     np.testing.assert_array_equal(read_vocab(place, 320, 320), np.arange(320))
     with pytest.raises(InputError, match=r"4 of 320 tokens; found 320 of 320"):
         read_vocab(place, 4, 320)
-    assert run(capsys, *arguments)[0] == 2
-    assert run(capsys, *arguments[:-4], "--sizes", 4, "--out", place, "--force")[0] == 0
+    assert run(capsys, *whole)[0] == 2
+    assert run(capsys, *arguments[:-1], "4", "--out", place, "--force")[0] == 0
     assert read_vocab(place, 4, 320).shape == (4,)
     place.write_text("[]", encoding="utf-8")
     for path, found_words in ((place, "found something else"), (tmp_path / "absent", "found no such file")):

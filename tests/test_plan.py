@@ -15,12 +15,16 @@ import pytest
 
 from eagle3_jax import cli
 from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.draft import draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.flops import count_flops
-from eagle3_jax.hardware import CHIPS, GIB, find_topology
-from eagle3_jax.plan import PARTS, make_plan, shown
+from eagle3_jax.hardware import CHIPS, GIB, Topology, find_topology
+from eagle3_jax.params import count_params
+from eagle3_jax.plan import PARTS, make_plan, shown, traffic
+from eagle3_jax.target import target_specs
 from eagle3_jax.training.abstract import abstract_run, trace_teacher, trace_update
 from eagle3_jax.training.config import TrainConfig, load_config, load_shape
+from eagle3_jax.training.start import new_shape
 
 ROOT = Path(__file__).parents[1]
 LARGE = ("llama_3_1_8b", "llama_3_3_70b", "vicuna_13b", "deepseek_r1_distill_llama_8b")
@@ -34,17 +38,42 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{}, {"features": ("f",), "accumulation": 2}])
-def test_parts_add_up_to_what_the_compiler_says(changes: dict[str, Any]):
-    plan = make_plan(dataclasses.replace(CONFIG, **changes), SHAPE, find_topology("local"))
+def held_by(shape: TargetConfig, program: dict[str, Any], name: str) -> int:
+    """Bytes of the named parts that a program reads, from the shapes of the models alone."""
+    d, wide = shape.hidden_size, 4
+    embed, label_head = shape.vocab_size * d * wide, 256 * d * wide
+    rows = 3 * CONFIG.batch_rows * CONFIG.row_length * 4
+    return {
+        # The batch is held twice, and read once; of the target, the embedding and the head's rows.
+        "update": embed + label_head + program["draft"] + program["optimiser"] + program["batch"] // 2,
+        "teacher": program["target"] - label_head + rows + (embed if shape.tie_word_embeddings else 0),
+        "round": program["target"] + program["draft"] + program["caches"] + embed * (1 + shape.tie_word_embeddings),
+    }[name]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"features": ("f",), "accumulation": 2, "decoded_prompts": 0}])
+def test_parts_add_up_to_what_the_compiler_says(changes: dict[str, Any], tied: bool):
+    shape = dataclasses.replace(SHAPE, tie_word_embeddings=tied)
+    plan = make_plan(dataclasses.replace(CONFIG, **changes), shape, find_topology("local"))
+    for name, program in plan["programs"].items():
+        assert held_by(shape, program, name) + program["temporary"] == pytest.approx(program["compiled"], rel=0.02), (
+            name
+        )
+    if changes:
+        d = shape.hidden_size
+        kept = (1 if tied else 2) * shape.vocab_size * d + d + 256 * d
+        assert plan["bytes_per_device"]["target"] == 4 * kept
     assert plan["fits"] is None
     assert not plan["estimated"]
     assert set(plan["programs"]) == {"update", "round"} | (set() if changes else {"teacher"})
     for program in plan["programs"].values():
         assert program["total"] == sum(program[part] for part in PARTS)
         assert program["arguments"] + program["temporary"] == pytest.approx(program["compiled"], rel=0.1)
-    assert plan["bytes_per_device"]["total"] == max(program["total"] for program in plan["programs"].values())
     update = plan["programs"]["update"]
+    assert plan["bytes_per_device"]["total"] == max(
+        program["total"] for name, program in plan["programs"].items() if name != "round"
+    )
     # Two moments of every weight; the draft's vocabulary has none.
     assert update["optimiser"] == 2 * (update["draft"] - 4 * 256 - 1024) + 8
     assert plan["programs"]["round"]["caches"] > 0
@@ -115,7 +144,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change():
     plan = make_plan(config, shape, find_topology("h100:8"))
     assert not plan["fits"]
     over = plan["bytes_per_device"]["total"] - CHIPS["h100"].hbm
-    assert f"{over / GIB:.2f} GiB a device more than 79.00" in plan["advice"]
+    assert f"{over / GIB:.2f} GiB a device more than {CHIPS['h100'].hbm / GIB:.2f}" in plan["advice"]
     for remedy in ("--target_dtype bfloat16", "--rematerialise all", "fsdp instead of data", "--batch_rows 8"):
         assert remedy in plan["advice"]
     assert "does not fit" in shown(plan)
@@ -123,11 +152,56 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change():
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("v9:2x2", "chips: v4, v5e"), ("h100", "local, or a chip and a shape"), ("v5e:2y4", "v5e:2y4")],
+    [("v9:2x2", "chips: v5e, v5p"), ("h100", "local, or a chip and a shape"), ("v5e:2y4", "v5e:2y4")],
 )
 def test_unknown_topologies_are_refused(name: str, words: str):
     with pytest.raises(InputError, match=words):
         find_topology(name)
+
+
+def test_traffic_is_counted_by_its_formula():
+    """One layer's worth by hand: 8 devices as fsdp, as tensor, and two slices of copies."""
+    config = dataclasses.replace(
+        CONFIG, batch_rows=16, compute_dtype="bfloat16", target_dtype="bfloat16", accumulation=2, row_length=256
+    )
+    draft = new_shape(config, SHAPE, SHAPE.default_taps)
+    weights, layers = count_params(draft_specs(draft)), count_params(target_specs(SHAPE).layers)
+    head, steps, d, depth = SHAPE.vocab_size * SHAPE.hidden_size, 2 * 3, SHAPE.hidden_size, SHAPE.num_layers
+    sizes = {"slice": 1, "data": 1, "fsdp": 8, "tensor": 1}
+    tokens = 16 * 256 / 8
+    memory, network, slow = traffic(config, SHAPE, draft, sizes)
+    once = 2 * (2 * (layers + head) + 16 * tokens * d * depth * 2)  # two passes of the target, in two bytes
+    assert memory == pytest.approx(once + steps * (3 * weights * 2 + 16 * tokens * d * 2) + 28 * weights / 8)
+    assert network == pytest.approx(7 / 8 * (2 * 2 * (layers + head) + 2 * (2 * 2 + 4) * weights))
+    assert slow == 0
+    memory, network, slow = traffic(config, SHAPE, draft, sizes | {"fsdp": 1, "tensor": 8})
+    tokens = 16 * 256
+    passes = 8  # of 512 tokens, each of which reads the head
+    once = 2 * (2 * (layers + passes * head) / 8 + 16 * tokens * d * depth * 2)
+    assert memory == pytest.approx(once + steps * (3 * weights / 8 * 2 + 16 * tokens * d * 2) + 28 * weights / 8)
+    assert network == pytest.approx(7 / 8 * 2 * tokens * d * 2 * (2 * 2 * depth + steps * 4))
+    _, network, slow = traffic(config, SHAPE, draft, {"slice": 2, "data": 4, "fsdp": 1, "tensor": 1})
+    assert network == pytest.approx(8 * weights * 3 / 4)
+    assert slow == pytest.approx(8 * weights / 2)
+
+
+@pytest.mark.parametrize("bound", ["compute", "memory", "network"])
+def test_the_scarcest_resource_is_what_binds(bound: str):
+    rates = {"flops": 1e30, "hbm_bandwidth": 1e30, "network": 1e30}
+    name = {"compute": "flops", "memory": "hbm_bandwidth", "network": "network"}[bound]
+    chip = dataclasses.replace(CHIPS["h200"], flops_fp32=1e30, **(rates | {name: 1e6}))
+    config = dataclasses.replace(
+        CONFIG, mesh=(1, 8, 1), batch_rows=8, compute_dtype="bfloat16", target_dtype="bfloat16"
+    )
+    plan = make_plan(config, SHAPE, Topology("h200:8", chip, 8, None))
+    assert plan["bound"] == bound
+    assert plan["roofline_seconds"] == plan["seconds_by_resource"][bound]
+    if bound == "compute":
+        assert plan["roofline_seconds"] == pytest.approx(plan["flops_per_step"] / 8 / 1e6)
+        slower = make_plan(
+            dataclasses.replace(config, compute_dtype="float32"), SHAPE, Topology("h200:8", chip, 8, None)
+        )
+        assert slower["bound"] == "compute"  # in mixed precision bf16's rate counts
 
 
 @pytest.mark.parametrize("mesh", [(), (1, 4, 1)])

@@ -32,12 +32,14 @@ def config():
 
 
 CHILD = """
-import os, sys, time
+import dataclasses, os, sys, time
 from eagle3_jax import cli
 from eagle3_jax.training import setup
 read = setup.packed_rows
 def late(config):
     time.sleep(float(os.environ["LATE"]))
+    if os.environ["MISSING"]:
+        config = dataclasses.replace(config, data=("absent.jsonl",))
     return read(config)
 setup.packed_rows = late
 sys.exit(cli.main(sys.argv[1:]))
@@ -66,8 +68,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return config
 
 
-def together(config: TrainConfig, folder: Path, count: int = 2, *, late: float = 0.0) -> list[subprocess.Popen[str]]:
-    """Processes of one device each that run the same command; the last one's data may be `late` by some seconds."""
+def together(
+    config: TrainConfig, folder: Path, count: int = 2, *, late: float = 0.0, missing: bool = False
+) -> list[subprocess.Popen[str]]:
+    """Processes of one device each that run the same command; the last one's data may be `late` by some seconds,
+    or `missing`."""
     path = folder / "config.py"
     path.write_text(CONFIG.format(config=config), encoding="utf-8")
     with socket.socket() as free:
@@ -78,7 +83,8 @@ def together(config: TrainConfig, folder: Path, count: int = 2, *, late: float =
     return [
         subprocess.Popen(
             [*command, *place, "--process", str(index)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu", "LATE": str(late if index == count - 1 else 0)},
+            cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu", "LATE": str(late if index == count - 1 else 0),
+            "MISSING": "1" if missing and index == count - 1 else ""},
         )
         for index in range(count)
     ]  # fmt: skip
@@ -168,6 +174,17 @@ def processes_of_one(config: TrainConfig, updates: int) -> None:
 
 
 @pytest.mark.full
+def test_a_process_that_fails_takes_the_other_with_it(settings: TrainConfig, tmp_path: Path):
+    """The data are missing for one of them only."""
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), mesh=(2, 1, 1))
+    started = together(config, tmp_path, missing=True)
+    said = [process.communicate(timeout=200)[1] for process in started]
+    assert [process.returncode for process in started] == [2, 2], said
+    assert "a failure in process 1" in said[0]
+    assert "no such file" in said[1]
+
+
+@pytest.mark.full
 def test_a_process_whose_data_takes_long_is_waited_for(settings: TrainConfig, tmp_path: Path):
     config = dataclasses.replace(
         settings, output=str(tmp_path / "run"), mesh=(2, 1, 1), updates=2, schedule=((2, 2),), warmup=1
@@ -181,6 +198,8 @@ def test_a_process_whose_data_takes_long_is_waited_for(settings: TrainConfig, tm
 def test_places_that_are_half_given_are_refused():
     with pytest.raises(InputError, match="--coordinator, --processes and --process together"):
         processes.join("127.0.0.1:1", 2)
+    with pytest.raises(InputError, match="HOST:PORT; found localhost"):
+        processes.join("localhost", 2, 0)
 
 
 def test_one_process_agrees_with_itself():
@@ -188,4 +207,7 @@ def test_one_process_agrees_with_itself():
     assert [processes.said_by_first(value) for value in (True, False)] == [True, False]
     vote = processes.Vote(None)
     assert [vote.any_of(value) for value in (True, False)] == [True, False]
-    processes.wait("nobody")
+    with processes.agreed():
+        pass
+    with pytest.raises(KeyError), processes.agreed():
+        raise KeyError

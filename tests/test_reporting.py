@@ -66,7 +66,9 @@ def test_numbers_reach_tensorboard_and_wandb(packages: list[Any], tmp_path: Path
     assert packages[-2:] == ["closed", "finished"]
     # A run that is resumed goes on under the same name.
     (options,) = (item for item in packages if isinstance(item, dict))
-    assert options["id"] == tmp_path.name
+    assert options["id"] == (tmp_path / "wandb-id").read_text()
+    open_writers(("wandb",), tmp_path)
+    assert packages[-1]["id"] == options["id"]
     assert options["resume"] == "allow"
     assert "a line" in capsys.readouterr().err
     assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 1

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from eagle3_jax import cli
 from eagle3_jax.errors import InputError
 from eagle3_jax.sharding import make_mesh, partition
 from tests import tiny, tiny_tokenizers
@@ -51,6 +52,10 @@ def test_eight_devices_train_as_one_does(folder: Path, check: str, meshes: str):
         text=True, cwd=ROOT, timeout=900, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    if check == "runs":
+        # A run that was saved on eight devices is exported where there is one.
+        assert cli.main(["export", str(folder / "split"), str(folder / "exported"), "--step", "latest"]) == 0
+        assert (folder / "exported" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

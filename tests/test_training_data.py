@@ -446,3 +446,29 @@ def test_options_reach_the_template(tmp_path):
     text = chatml(template).decode(blunt.tokens.tolist())
     assert text.count("<none>") == 1
     assert replies(chatml(template), blunt) == replies(chatml(template), plain) == ["a<|im_end|>"]
+
+
+def test_arguments_of_tools_reach_the_template_as_objects_and_bad_ones_cost_their_row_only(tmp_path):
+    def row(arguments: object) -> dict[str, object]:
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]}
+
+    lines = [
+        row('{"a": 1}'),
+        row({"a": 1}),
+        row("{a"),
+        {"messages": [*turns("q"), {"role": "assistant", "tool_calls": "x"}]},
+    ]
+    path = write(tmp_path / "rows.jsonl", lines)
+    encoded, report = encode_file(path, chatml(TOOLS_TEMPLATE), max_length=200)
+    assert len(encoded) == 2
+    np.testing.assert_array_equal(encoded[0].tokens, encoded[1].tokens)
+    assert report.read.dropped == {
+        "arguments of a tool that are not JSON": (3,), "'tool_calls' that is not a list of objects": (4,),
+    }  # fmt: skip
+    # A template that adds texts to objects fails on the row, and on that alone.
+    joins = TOOLS_TEMPLATE.replace("{{ call['function'] | tojson }}", "{{ 'a' + call['function']['arguments'] }}")
+    plain = write(tmp_path / "plain.jsonl", [lines[1], {"prompt": "q", "response": "a"}])
+    encoded, report = encode_file(plain, chatml(joins), max_length=200)
+    assert len(encoded) == 1
+    assert report.dropped == {"refused by the chat template": (1,)}

@@ -75,7 +75,9 @@ class AbstractRun:
     @property
     def kept(self) -> Any:
         """What of the target stays in memory."""
-        return self.target.params.embed if self.config.features else unique_params(self.target)
+        if not self.config.features or self.config.decodes:
+            return unique_params(self.target)
+        return dataclasses.replace(unique_params(self.target), layers=())
 
 
 def unique_params(target: Target) -> Any:

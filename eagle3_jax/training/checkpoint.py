@@ -42,7 +42,7 @@ class RunFolder:
     """A run's folder: `run.json` (config, draft config, draft vocabulary), `metrics.jsonl`, `checkpoints/`."""
 
     def __init__(self, folder: Path, *, keep: int = 2, writes: bool = False):
-        """Open the folder; `writes` is for the one process that trains, which also clears what a killed save left."""
+        """Open the folder; `writes` is for a process that trains, which also clears what a killed save left."""
         self.folder = folder
         self._manager: ocp.CheckpointManager | None = None
         self._keep = keep
@@ -152,6 +152,11 @@ class RunFolder:
         if update not in self.manager.all_steps():
             self.manager.save(update, args=ocp.args.StandardSave(cast(Any, state)), metrics={"joint": joint})
 
+    def wait(self) -> None:
+        """Wait for a save that is under way."""
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+
     def trim_log(self, update: int) -> None:
         """Drop what the log says about updates after this one: a killed run is about to do them again."""
         if not first() or not self.metrics.exists():
@@ -171,7 +176,8 @@ class RunFolder:
         """Read a state.
 
         Args:
-          abstract: a tree of `jax.ShapeDtypeStruct`.
+          abstract: a tree of `jax.ShapeDtypeStruct`; a leaf without a place comes to the default device, wherever it
+            was saved.
           step: an update number, "latest", or "best" (the latest where no held-out rows were measured).
 
         Raises:
@@ -186,12 +192,16 @@ class RunFolder:
                 found=f"updates {', '.join(map(str, sorted(steps)))}" if steps else "no whole checkpoint",
                 remedy="Choose one of these, or train further.",
             )
-        return cast(TrainState, self.manager.restore(chosen, args=ocp.args.StandardRestore(cast(Any, abstract))))
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        placed = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here), abstract
+        )
+        return cast(TrainState, self.manager.restore(chosen, args=ocp.args.StandardRestore(cast(Any, placed))))
 
     def close(self) -> None:
         """Wait for a save that is under way; release orbax's threads."""
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            self.wait()
             self._manager.close()
             self._manager = None
 

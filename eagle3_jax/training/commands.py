@@ -63,7 +63,8 @@ def train(args: argparse.Namespace) -> int:
         return 0
     result = loop.train(config, profile=None if args.profile is None else Path(args.profile))
     summary = {"output": config.output, "updates": result.updates, "held_out": result.evaluation}
-    print(json.dumps(reporting.finite(summary)))
+    if processes.first():
+        print(json.dumps(reporting.finite(summary)))
     return 0 if result.finished else 130
 
 
@@ -77,9 +78,7 @@ def plan(args: argparse.Namespace) -> int:
     if folder.exists() or shape is None:
         shape = read_target_config(folder)
     topology = find_topology(args.topology, config.slices)
-    # Products as the run will have them: only parity checks ask TPUs for fp32 passes.
-    with jax.default_matmul_precision("highest" if config.compute_dtype == "float32" else "default"):
-        found = make_plan(config, shape, topology)
+    found = make_plan(config, shape, topology)
     print(json.dumps(found) if args.json else shown(found))
     return 0
 

@@ -192,6 +192,13 @@ class TrainConfig:
             self._require(
                 "://" not in value, name, "a local folder: it is read through a memory map (copy or mount it)", value
             )
+        self._require(
+            not (self.init and self.vocab), "vocab", "none beside --init, whose draft keeps its own", self.vocab
+        )
+        prepared = [name for name in ("last_turn_only", "template") if self.features and getattr(self, name)]
+        self._require(
+            not prepared, "features", "no field that `eagle3-jax data features` has decided", ", ".join(prepared)
+        )
         self._require(bool(self.data or self.features), "data", "data files, or folders of features", "neither")
         counts = ("row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep")
         for name in (*counts, "draft_vocab_size"):
@@ -245,6 +252,16 @@ class TrainConfig:
             f"splash on {platform} with rows of {self.row_length} and heads of {head_dim}",
         )
         return self.attention
+
+    @property
+    def precision(self) -> str:
+        """jax's precision of matrix products: fp32 means fp32, where both models compute in it."""
+        return "highest" if self.compute_dtype == self.target_dtype == "float32" else "default"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether evaluations decode held-out prompts; where fsdp splits the weights, that would gather all of them."""
+        return self.decoded_prompts > 0 and (not self.mesh or self.mesh[1] == 1)
 
     @property
     def objective(self) -> Objective:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Marks around what is supervised in `data inspect`, and the colour that replaces them on a terminal.
 MARKS = ("\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}")
+SIZES = (1024, 4096, 8192, 16384, 32000, 64000)  # whose coverage `data vocab` says
 COLOURS = ("\x1b[32m", "\x1b[0m")
 
 
@@ -70,13 +71,19 @@ def vocab(args: argparse.Namespace) -> int:
     """Say what share of supervised tokens draft vocabularies of several sizes cover; write one of them."""
     runtime.start(args.device or "cpu", "float32", "")
     folder, out = Path(args.target), _writable(args.out, args.force)
+    if out is not None and len(args.sizes or ()) != 1:
+        raise InputError(
+            expected="--out with one size, the vocabulary to write",
+            found=f"{len(args.sizes or ())} of them",
+            remedy="Look at the coverage of several sizes first, then write one: --sizes 16384 --out FILE.",
+        )
     size = read_target_config(folder).vocab_size
     tokenizer, encoded = _encoded(args, args.data, args.row_length)
     counts = np.zeros(size, np.int64)
     for document in encoded:
         counts += np.bincount(document.tokens[document.spans > 0], minlength=size)
     stops = eos_ids(folder, tokenizer)
-    sizes = sorted({min(wanted, size) for wanted in args.sizes})
+    sizes = sorted(set(args.sizes)) if args.sizes else [wanted for wanted in SIZES if wanted <= size]
     chosen = {wanted: most_frequent(counts, wanted, stops) for wanted in sizes}
     coverage = {wanted: float(counts[ids].sum() / counts.sum()) for wanted, ids in chosen.items()}
     print(f"{counts.sum()} supervised tokens, {np.count_nonzero(counts)} different ones", file=sys.stderr)
@@ -86,7 +93,8 @@ def vocab(args: argparse.Namespace) -> int:
     if out is not None:
         record = {"vocab_size": size, "ids": chosen[sizes[-1]].tolist()}
         _write(out, json.dumps(record))
-        print(f"the vocabulary of {sizes[-1]} tokens is in {out}: train with --vocab {out}", file=sys.stderr)
+        use = f"--vocab {out} --draft_vocab_size {sizes[-1]}"
+        print(f"the vocabulary of {sizes[-1]} tokens is in {out}: train with {use}", file=sys.stderr)
     return 0
 
 
@@ -103,6 +111,13 @@ def _encoded(args: argparse.Namespace, files: Sequence[str], row_length: int | N
         )  # fmt: skip
         logger.info("%s", report)
         encoded += documents
+    highest, vocab_size = max(int(one.tokens.max()) for one in encoded), read_target_config(folder).vocab_size
+    if highest >= vocab_size:
+        raise InputError(
+            expected=f"token ids below the target's vocabulary size {vocab_size}",
+            found=f"token id {highest}",
+            remedy="Use the tokenizer that belongs to this target.",
+        )
     return tokenizer, encoded
 
 

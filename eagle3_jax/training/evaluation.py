@@ -17,7 +17,7 @@ from eagle3_jax.metrics import conditional_n_alpha, joint_n_alpha, tau, teacher_
 from eagle3_jax.requests import Answer, Request
 from eagle3_jax.target import Target
 from eagle3_jax.training.features import RowSource
-from eagle3_jax.training.loss import StepSums
+from eagle3_jax.training.loss import EAGLE3, Objective, StepSums
 from eagle3_jax.training.setup import Setup, batch_of
 from eagle3_jax.training.start import label_head
 from eagle3_jax.training.step import Teacher, make_eval_step
@@ -30,13 +30,18 @@ DECODED_TOKENS = 64  # of each held-out prompt
 DRAFT_LENGTH = 5  # of the chain, or as many as there are unrolled steps
 
 
-def metrics_of(sums: StepSums) -> dict[str, Any]:
-    """Acceptance by step from the sums of an update or an evaluation."""
+def metrics_of(sums: StepSums, objective: Objective = EAGLE3) -> dict[str, Any]:
+    """Acceptance by step from the sums of an update or an evaluation; the feature loss only where it is part of it."""
     host = jax.tree.map(lambda array: np.asarray(array, np.float64).tolist(), sums)
-    return teacher_forced(**{field.name: getattr(host, field.name) for field in dataclasses.fields(StepSums)})
+    found = teacher_forced(**{field.name: getattr(host, field.name) for field in dataclasses.fields(StepSums)})
+    if not objective.feature_loss:
+        del found["feature_loss"]
+    return found
 
 
-def evaluate(setup: Setup, draft: Draft, steps: int, batch_rows: int, eval_step: Any) -> dict[str, Any]:
+def evaluate(
+    setup: Setup, draft: Draft, steps: int, batch_rows: int, eval_step: Any, objective: Objective = EAGLE3
+) -> dict[str, Any]:
     """Teacher-forced metrics on all held-out rows."""
     total: StepSums | None = None
     for start in range(0, len(setup.held_out), batch_rows):
@@ -47,7 +52,7 @@ def evaluate(setup: Setup, draft: Draft, steps: int, batch_rows: int, eval_step:
         blank = lambda place, row, real=real: row if place < real else row | {"spans": np.zeros_like(row["spans"])}
         sums = eval_step(draft, batch_of(setup, indices, change=blank), setup.teacher, steps=steps)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-    return {} if total is None else metrics_of(total)
+    return {} if total is None else metrics_of(total, objective)
 
 
 def evaluate_rows(target: Target, draft: Draft, rows: RowSource, steps: int) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def held_out_prompts(setup: Setup, count: int, eos: Sequence[int]) -> list[Reque
     Args:
       setup: the run.
       count: at most so many.
-      eos: ids that end an answer; not used here, but a prompt that ends with one was answered with nothing.
+      eos: ids that end an answer; a prompt that ends with one has been answered with nothing, and is left out.
     """
     requests = []
     for index in setup.held_out:

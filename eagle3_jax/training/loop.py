@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle3_jax.draft import Draft
+from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import at
 from eagle3_jax.params import count_params
-from eagle3_jax.processes import Vote
+from eagle3_jax.processes import Vote, agreed
 from eagle3_jax.sharding import entered, make_mesh, place, replicated
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
@@ -36,7 +36,7 @@ from eagle3_jax.training.evaluation import (
     warn_of_gap,
 )
 from eagle3_jax.training.reporting import Journal, check_writers, open_writers, shown
-from eagle3_jax.training.setup import batch_of, prepare, stack_batches, supervised
+from eagle3_jax.training.setup import abstract_placed, batch_of, prepare, stack_batches, supervised
 from eagle3_jax.training.step import TrainState, init_optimizer, make_eval_step, make_optimizer, make_train_step
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def train(config: TrainConfig, profile: Path | None = None) -> Result:
             remedy=f"Add e.g. --mesh '(1,{jax.device_count()},1)'.",
         )
     mesh = make_mesh(config.mesh, slices=config.slices) if config.mesh else None
-    with entered(mesh):
+    with entered(mesh), jax.default_matmul_precision(config.precision):
         training = _Training(config, mesh)
         try:
             return training.run(profile)
@@ -132,29 +132,31 @@ class _Training:
             self.optimizer, decay=config.step_decay, compute=compute, rematerialise=config.rematerialise,
             attention=setup.attention, objective=config.objective,
         )  # fmt: skip
-        self.eval_step = make_eval_step(compute, setup.attention)
+        self.eval_step = make_eval_step(compute, setup.attention, config.objective)
         source = grain.MapDataset.source(setup.train_order.tolist()).seed(config.seed).shuffle().repeat()
         self.order, self.per_update = source, config.batch_rows * config.accumulation
         self.model = dataclasses.replace(setup.draft, params=cast(Any, None))  # the state has them
         self.evaluation: dict[str, Any] = {}
-        # Decoding would gather all of the weights that fsdp splits, on every device.
-        able = jax.process_count() == 1 and (mesh is None or mesh.shape["fsdp"] == 1)
-        self.decodes = config.decoded_prompts > 0 and able
-        if config.decoded_prompts and not able:
+        self.decodes = config.decodes and jax.process_count() == 1
+        if config.decoded_prompts and not self.decodes:
             logger.info("held-out prompts are not decoded on this mesh; use `eagle3-jax eval` on an exported draft")
         self.norms: list[jax.Array] = []  # gradient norms of the updates that no entry of the log covers yet
 
     def first_state(self) -> TrainState:
         """New, or as the run was left."""
-        params, number = self.setup.draft.params, jnp.int32(0)
-        if self.setup.mesh is not None:
-            number = place(np.int32(0), replicated(self.setup.mesh))
-        opt_state = init_optimizer(self.optimizer, params, self.setup.mesh)
+        params, number, mesh = self.setup.draft.params, jnp.int32(0), self.setup.mesh
+        if mesh is not None:
+            number = place(np.int32(0), replicated(mesh))
         # Two counters: a donated state must not hold one buffer twice.
-        state = TrainState(params=params, opt_state=opt_state, update=number, skipped=number + 0)
-        if self.folder.latest() is not None:
-            state = self.folder.restore(abstract_state(state))
-            logger.info("resumed at update %d", int(state.update))
+        state = TrainState(params=params, opt_state=None, update=number, skipped=number + 0)
+        if self.setup.trained is None:
+            return dataclasses.replace(state, opt_state=init_optimizer(self.optimizer, params, mesh))
+        # Nothing is made that the checkpoint will replace.
+        abstract = abstract_placed(draft_specs(self.setup.draft.config), mesh)
+        opt_state = init_optimizer(self.optimizer, abstract, mesh)
+        state = dataclasses.replace(abstract_state(state), params=abstract, opt_state=opt_state)
+        state = self.folder.restore(state, self.setup.trained)
+        logger.info("resumed at update %d", int(state.update))
         return state
 
     def batches(self, update: int) -> Any:
@@ -176,9 +178,10 @@ class _Training:
         logger.info("%d trainable parameters", count_params(state.params))
         if profile is not None and config.updates - first <= PROFILED:
             logger.warning("no profile: it begins after %d updates, and no more are left", PROFILED)
-        writers = open_writers(config.writers, folder.folder)
         interrupt, vote, began, tracing = Interrupt(), Vote(self.setup.mesh), time.perf_counter(), False
-        with interrupt.watch(), Journal(folder.metrics, writers) as journal:
+        with agreed():
+            journal = Journal(folder.metrics, open_writers(config.writers, folder.folder))
+        with interrupt.watch(), journal:
             for update in range(first, config.updates):
                 steps, last = config.steps_at(update), update + 1 == config.updates
                 if profile is not None and update == first + PROFILED:
@@ -201,6 +204,9 @@ class _Training:
                     # Only what was measured at this very update may decide which checkpoint is best.
                     joint = sum(value or 0.0 for value in self.evaluation["joint"]) if evaluated else None
                     folder.save(state, joint)
+                if stop or last:
+                    # While signals are still watched: another one must not cut the save off.
+                    folder.wait()
                 if stop:
                     return Result(update + 1, last, self.evaluation)
         return Result(config.updates, True, self.evaluation)
@@ -209,7 +215,7 @@ class _Training:
         self, state: TrainState, sums: Any, norms: Any, update: int, first: int, steps: int, began: float
     ) -> tuple[dict[str, Any], str]:
         """What the log says of an update, and the progress line."""
-        config, metrics = self.config, metrics_of(sums)
+        config, metrics = self.config, metrics_of(sums, self.config.objective)
         seconds = time.perf_counter() - began
         applied = bool(norms["applied"])
         # The schedule counts the updates that changed something, as optax does.
@@ -237,14 +243,19 @@ class _Training:
         """Held-out metrics after an update, teacher-forced beside real decoding."""
         config, setup = self.config, self.setup
         draft = dataclasses.replace(setup.draft, params=state.params)
-        found = evaluate(setup, draft, config.max_steps, config.batch_rows, self.eval_step)
+        found = evaluate(setup, draft, config.max_steps, config.batch_rows, self.eval_step, config.objective)
         line = (
             f"held out at {update + 1}: accuracy {shown(found['accuracy'])} | "
             f"joint {shown(found['joint'])} | conditional {shown(found['conditional'])}"
         )
         if self.decodes:
             length = min(DRAFT_LENGTH, config.max_steps)
-            promised, real = promised_tau(found, length), self._decoded(draft, length)
+            promised, real = promised_tau(found, length), None
+            try:
+                real = self._decoded(draft, length)
+            except (InputError, jax.errors.JaxRuntimeError) as error:
+                # Training matters more: the save that follows must not be lost.
+                logger.warning("held-out prompts could not be decoded: %s", str(error).splitlines()[0])
             found |= {"promised_tau": promised, "decoding_tau": real, "draft_length": length}
             line += f" | tau of a chain of {length}: {promised:.2f} promised, {real or float('nan'):.2f} in decoding"
             warn_of_gap(promised, real)

@@ -6,7 +6,9 @@ import importlib
 import io
 import json
 import math
+import secrets
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,8 +79,13 @@ class _WandB:
         import wandb  # type: ignore[import-not-found]
 
         # A run that is resumed goes on in the same place.
-        name = folder.resolve().name
-        self._run = wandb.init(project="eagle3-jax", name=name, id=name, resume="allow", dir=str(folder))
+        note = folder / "wandb-id"
+        if not note.exists():
+            note.write_text(secrets.token_hex(4))
+        local = tempfile.gettempdir() if in_cloud(folder) else str(folder)
+        self._run = wandb.init(
+            project="eagle3-jax", name=folder.name, id=note.read_text().strip(), resume="allow", dir=local
+        )
 
     def write(self, update: int, numbers: dict[str, float]) -> None:
         self._run.log(numbers, step=update)

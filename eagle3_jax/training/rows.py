@@ -133,11 +133,29 @@ def _messages(value: Any, role_key: str, content_key: str) -> list[dict[str, Any
         if unread:
             raise RowError(f"a message with {unread[0]!r}, which is not supported")
         carried = {key: message[key] for key in _CARRIED_KEYS if message.get(key)}
+        if "tool_calls" in carried:
+            carried["tool_calls"] = _calls(carried["tool_calls"])
         content = message.get(content_key)
         # A message that only calls tools has null for a text.
         text = "" if content is None and "tool_calls" in carried else _content(content)
         messages.append({"role": role, "content": text, **carried})
     return messages
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Calls of tools with their arguments as objects, which templates write as the model would, and not as texts."""
+    if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
+        raise RowError("'tool_calls' that is not a list of objects")
+    calls = []
+    for call in value:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                call = call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+            except ValueError:
+                raise RowError("arguments of a tool that are not JSON") from None
+        calls.append(call)
+    return calls
 
 
 def _parse(value: Any, line: int) -> Row:

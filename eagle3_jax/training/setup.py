@@ -18,7 +18,8 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Draft, DraftParams, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import at
-from eagle3_jax.processes import first, on_host, said_by_first, wait
+from eagle3_jax.params import abstract_params, is_spec
+from eagle3_jax.processes import agreed, first, on_host, said_by_first
 from eagle3_jax.sharding import by_rows, constrain, place, replicated, shardings, unsplit
 from eagle3_jax.target import Target, target_specs
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
@@ -62,6 +63,7 @@ class Setup:
       train_order, held_out: which are trained on, and which are not.
       online: the target runs in the loop.
       attention: who computes attention, one of `attention.PACKED`.
+      trained: the update of the checkpoint that the run goes on from; None for a new one.
       mesh: the devices; None for one.
     """
 
@@ -73,6 +75,7 @@ class Setup:
     held_out: np.ndarray
     online: bool
     attention: str
+    trained: int | None = None
     mesh: Mesh | None = None
 
 
@@ -109,21 +112,8 @@ def _open_rows(config: TrainConfig, target: Target, mark: str, taps: tuple[int, 
     return Joined(parts), len(parts[0])
 
 
-def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Setup:
-    """Load the target and the rows; make the draft, or take the run's vocabulary when there is a run.
-
-    Raises:
-      InputError: too few rows; see also `load_target`, `packed_rows`, `FeatureRows` and `RunFolder`.
-    """
-    folder, online = Path(config.target), not config.features
-    layers = "stacked" if online or config.decoded_prompts else "none"
-    target = load_target(folder, jnp.dtype(config.target_dtype), mesh=mesh, layers=layers)
-    mark = fingerprint_of(folder)
-    attention = config.attention_on(jax.devices()[0].platform, target.config.head_dim)
-    taps = config.taps or target.config.default_taps
-    check_taps(taps, target.config.num_layers)
-    check_row_length(config.row_length, target.config.context_limit)
-    rows, main = _open_rows(config, target, mark, taps)
+def _split(config: TrainConfig, rows: RowSource, main: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows are trained on and which are held out, by the seed."""
     # Evaluation is always on rows of the first folder, so that runs with and without further data can be compared.
     order = np.random.default_rng(config.seed).permutation(main)
     held_out = order[: config.held_out_rows]
@@ -139,30 +129,54 @@ def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Se
         "%d rows to train on, %d held out; batches run on from one epoch into the next, so that no row is dropped",
         train_order.size, held_out.size,
     )  # fmt: skip
-    marks = {"target": mark, "rows": rows_mark(rows)}
-    wait("rows")
-    resumed = said_by_first(run.exists)
-    trained = said_by_first(resumed and run.latest() is not None)
-    if config.init and not trained:
-        marks["draft of --init"] = draft_mark(Path(config.init))
-    if resumed:
-        run.check_same(config)
-        run.check_marks(marks)
-        _, draft_config, vocab = run.read()
-    else:
-        draft_config, vocab = describe(config, target, mark, taps, rows, eos_ids(folder, load_tokenizer(folder)))
-        if first():
-            run.start(config, draft_config, vocab, marks)
-        wait("run")
+    return train_order, held_out
+
+
+def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Setup:
+    """Load the target and the rows; make the draft, or take the run's vocabulary when there is a run.
+
+    Raises:
+      InputError: too few rows; see also `load_target`, `packed_rows`, `FeatureRows` and `RunFolder`.
+    """
+    # What a process may fail at alone comes in stretches, after each of which all agree to go on.
+    with agreed():
+        folder, online = Path(config.target), not config.features
+        layers = "stacked" if online or (config.decodes and jax.process_count() == 1) else "none"
+        target = load_target(folder, jnp.dtype(config.target_dtype), mesh=mesh, layers=layers)
+        mark = fingerprint_of(folder)
+        attention = config.attention_on(jax.devices()[0].platform, target.config.head_dim)
+        taps = config.taps or target.config.default_taps
+        check_taps(taps, target.config.num_layers)
+        check_row_length(config.row_length, target.config.context_limit)
+        rows, main = _open_rows(config, target, mark, taps)
+        train_order, held_out = _split(config, rows, main)
+        marks = {"target": mark, "rows": rows_mark(rows)}
+    resumed = bool(said_by_first(run.exists))
+    latest = said_by_first(run.latest() or -1) if resumed else -1
+    trained = None if latest < 0 else latest
+    with agreed():
+        if config.init and trained is None:
+            marks["draft of --init"] = draft_mark(Path(config.init))
+        if resumed:
+            run.check_same(config)
+            run.check_marks(marks)
+            _, draft_config, vocab = run.read()
+        else:
+            draft_config, vocab = describe(config, target, mark, taps, rows, eos_ids(folder, load_tokenizer(folder)))
+            if first():
+                run.start(config, draft_config, vocab, marks)
+    with agreed():
+        run.read()  # seen by all of them
     if mesh is not None:
         for note in unsplit((target_specs(target.config), draft_specs(draft_config)), mesh):
             logger.info("%s", note)
         vocab = place(vocab, replicated(mesh))
     setup = Setup(
         target=target, draft=cast(Any, None), teacher=cast(Any, None), rows=rows, train_order=train_order,
-        held_out=held_out, online=online, attention=attention, mesh=mesh,
+        held_out=held_out, online=online, attention=attention, trained=trained, mesh=mesh,
     )  # fmt: skip
-    params = _first_params(config, setup, draft_config, vocab, mark, measure=not trained)
+    # A checkpoint's own weights come later, in the place of any that would be made here.
+    params = _first_params(config, setup, draft_config, vocab, mark) if trained is None else cast(Any, None)
     setup.draft = Draft(params=params, vocab=vocab, embed=target.params.embed, config=draft_config)
     make_head = label_head
     if mesh is not None:
@@ -171,21 +185,25 @@ def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Se
     return setup
 
 
-def _first_params(
-    config: TrainConfig, setup: Setup, draft: DraftConfig, vocab: DraftVocab, mark: str, *, measure: bool
-) -> DraftParams:
+def abstract_placed(specs: Any, mesh: Mesh | None) -> Any:
+    """fp32 parameters as `jax.ShapeDtypeStruct`s, on a mesh with their places."""
+    if mesh is None:
+        return abstract_params(specs)
+    place = lambda spec, where: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=where)
+    return jax.tree.map(place, specs, shardings(specs, mesh), is_leaf=is_spec)
+
+
+def _first_params(config: TrainConfig, setup: Setup, draft: DraftConfig, vocab: DraftVocab, mark: str) -> DraftParams:
     """What training begins with: a draft's weights, or new ones; made where they belong."""
     mesh, target = setup.mesh, setup.target
-    if config.init and measure:
+    if config.init:
         # Copies: an update donates the draft's arrays, and a borrowed head would be the target's own.
         params = load_draft(Path(config.init), target, jnp.float32, mark=mark).params
         if mesh is None:
             return jax.tree.map(jnp.array, params)
         return place(params, shardings(draft_specs(draft), mesh))
-    scales = np.ones(len(draft.taps))
-    if measure:
-        scales = _measure_scales(config, setup, draft.taps)
-        logger.info("typical RMS of the taps %s: %s", list(draft.taps), shown(scales.tolist()))
+    scales = _measure_scales(config, setup, draft.taps)
+    logger.info("typical RMS of the taps %s: %s", list(draft.taps), shown(scales.tolist()))
     make = lambda target, vocab, key: initial_params(draft, target, vocab, scales, key)
     if mesh is not None:
         make = jax.jit(make, out_shardings=shardings(draft_specs(draft), mesh))

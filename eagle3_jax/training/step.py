@@ -202,15 +202,16 @@ def make_train_step(
     return step
 
 
-def make_eval_step(compute: DTypeLike = jnp.float32, attention: str = "chunked"):
+def make_eval_step(compute: DTypeLike = jnp.float32, attention: str = "chunked", objective: Objective = EAGLE3):
     """Build the jitted evaluation: (model, batch, teacher, steps) -> `StepSums`, teacher-forced."""
 
     @partial(jax.jit, static_argnames=("steps",))
     def step(model: Draft, batch: Batch, teacher: Teacher, *, steps: int) -> StepSums:
         slots = find_slots(batch.spans, batch.argmax, model.vocab.t2d, steps)
         _, sums = training_time_test_loss(
-            model, batch, teacher.label_head, slots, jnp.ones(steps, jnp.float32), compute, attention=attention
-        )
+            model, batch, teacher.label_head, slots, jnp.ones(steps, jnp.float32), compute, attention=attention,
+            objective=objective,
+        )  # fmt: skip
         return jax.tree.map(lambda values: constrain(values, None), sums)
 
     return step
