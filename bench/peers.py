@@ -1,11 +1,12 @@
 """Training beside other trainers: the same features, the same draft, the same batch, one after the other in turns.
 
-    python -m bench.peers --features runs/features --target models/SmolLM2-135M-Instruct [--speculators PYTHON]
+    python -m bench.peers --features runs/features --target models/SmolLM2-135M-Instruct \\
+        --draft checkpoints/smollm2-135m-instruct-eagle3 [--speculators PYTHON]
 
-Ours is the trainer itself, data loading included. The others are a plain PyTorch loop of the published recipe
-(`bench.peers_torch`, in fp32 and in bf16 autocast) and, with the interpreter of an environment that has it,
-`speculators` (`bench.peers_speculators`). Every turn is a process of its own, whose first updates do not count;
-printed are medians, tokens a second, and the peak of memory.
+Ours is the trainer itself, data loading included; the others are given the rows that it takes, in its order. They are a
+plain PyTorch loop of the published recipe (`bench.peers_torch`, in fp32 and in bf16 autocast) and, with the interpreter
+of an environment that has it, `speculators` (`bench.peers_speculators`). Every turn is a process of its own, whose
+first updates do not count; printed are medians, tokens a second, and the peak of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 
 from eagle3_jax.checkpoint import fingerprint_of, load_draft, load_target
@@ -28,7 +30,6 @@ from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.features import FeatureRows
 
 WARM = 2  # updates of each turn that do not count
-ROWS = 64
 
 
 def main() -> int:
@@ -44,6 +45,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--speculators", metavar="PYTHON", help="interpreter of an environment with speculators")
     parser.add_argument("--ours", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="bfloat16", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.ours:
@@ -55,7 +57,10 @@ def main() -> int:
         folder = Path(name)
         export(folder, args, draft, target, mark)
         numbers = [str(args.updates + WARM), str(args.batch), str(args.steps)]
-        commands = {"ours, bfloat16": [sys.executable, "-m", "bench.peers", *sys.argv[1:], "--ours", name]}
+        commands = {
+            f"ours, {dtype}": [sys.executable, "-m", "bench.peers", *sys.argv[1:], "--ours", name, "--dtype", dtype]
+            for dtype in ("bfloat16", "float32")
+        }
         for dtype in ("float32", "bfloat16"):
             commands[f"plain PyTorch, {dtype}"] = [sys.executable, "-m", "bench.peers_torch", name, *numbers, dtype]
         if args.speculators:
@@ -85,12 +90,12 @@ def main() -> int:
     if args.json:
         print(json.dumps(table))
         return 0
-    base = table["ours, bfloat16"]
     for method, values in table.items():
+        base = table.get("ours, float32" if "float32" in method else "ours, bfloat16", values)
         speed, memory = (base[name] / values[name] for name in ("tokens_per_second", "peak_bytes"))
         print(
             f"{method:<45}{values['tokens_per_second']:8.0f} tok/s {values['peak_bytes'] / 2**30:6.2f} GiB   "
-            f"ours: {speed:.2f} x the speed, {memory:.2f} x the memory"
+            f"ours in that precision: {speed:.2f} x the speed, {memory:.2f} x the memory"
         )
     return 0
 
@@ -100,10 +105,13 @@ def export(folder: Path, args: argparse.Namespace, draft: Any, target: Any, mark
     source = FeatureRows(
         Path(args.features), taps=draft.config.taps, target_fingerprint=mark, row_length=args.row_length
     )
-    rows = [source[index] for index in range(min(ROWS, len(source)))]
+    # As the trainer takes them: all rows, by the seed 0, and nothing held out.
+    order = np.random.default_rng(0).permutation(len(source)).tolist()
+    taken = grain.MapDataset.source(order).seed(0).shuffle().repeat()
+    rows = [source[int(taken[place])] for place in range((args.updates + WARM) * args.batch)]
     for name in rows[0]:
         array = np.stack([row[name] for row in rows])
-        np.save(folder / f"{name}.npy", array.astype(np.float32 if name in ("taps", "hidden") else np.int32))
+        np.save(folder / f"{name}.npy", array.view(np.uint16) if name in ("taps", "hidden") else array.astype(np.int32))
     d2t = np.asarray(draft.vocab.d2t)
     head = np.asarray(target.params.lm_head)
     embed, t2d = np.asarray(target.params.embed), np.asarray(draft.vocab.t2d)
@@ -124,7 +132,7 @@ def ours(args: argparse.Namespace) -> int:
         target=args.target, output=str(Path(args.ours) / f"run-{np.random.default_rng().integers(1 << 30)}"),
         features=(args.features,), init=args.draft, held_out_rows=0, decoded_prompts=0, row_length=args.row_length,
         batch_rows=args.batch, updates=updates, schedule=((updates, args.steps),), learning_rate=1e-4, warmup=0,
-        compute_dtype="bfloat16", log_every=1, save_every=updates + 1,
+        compute_dtype=args.dtype, log_every=1, save_every=updates + 1,
     )  # fmt: skip
     train(config)
     log = [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]

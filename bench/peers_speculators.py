@@ -45,6 +45,8 @@ def main() -> int:
             index = (update * batch_rows + place) % len(arrays["tokens"])
             # Aligned as its own `shift_batch` does: token j + 1 with the feature of j.
             row = {name: torch.from_numpy(np.array(array[index]))[None] for name, array in arrays.items()}
+            for name in ("taps", "hidden"):
+                row[name] = row[name].view(torch.bfloat16).float()
             with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
                 _, loss, _ = model(
                     hidden_states=row["taps"][:, :-1],

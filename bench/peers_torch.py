@@ -94,16 +94,17 @@ def loss_of(model: PlainDraft, batch: dict[str, torch.Tensor], head: torch.Tenso
     length = documents.shape[1]
     visible = (documents[:, :, None] == documents[:, None]) & torch.tril(torch.ones(length, length, dtype=torch.bool))
     mask = torch.where(visible, 0.0, -1e30)[:, None]
-    hidden, inside = later(batch["hidden"]), later((batch["spans"] > 0) & known[batch["argmax"]])
+    inside = later((batch["spans"] > 0) & known[batch["argmax"]])
+    with torch.no_grad():
+        # Once, as the official code does; later steps shift them.
+        label = later((batch["hidden"] @ head.T).float())
     total, cache = 0.0, []
     for step in range(steps):
         x = model.step(x, tokens, batch["positions"], mask, cache)
         logits = model.head(model.norm(x)).float()
-        with torch.no_grad():
-            label = torch.softmax((hidden @ head.T).float(), -1)
-        each = -(label * F.log_softmax(logits, -1)).sum(-1)
+        each = -(torch.softmax(label, -1) * F.log_softmax(logits, -1)).sum(-1)
         total = total + 0.8**step * (each * inside).sum() / inside.sum().clamp(min=1)
-        tokens, hidden, inside = later(tokens), later(hidden), later(inside)
+        tokens, label, inside = later(tokens), later(label), later(inside)
     return total
 
 
@@ -126,7 +127,7 @@ def main() -> int:
         batch = {}
         for name, array in arrays.items():
             part = torch.from_numpy(array[places])
-            batch[name] = part.to(dtype) if name in ("taps", "hidden") else part.long()
+            batch[name] = part.view(torch.bfloat16).to(dtype) if name in ("taps", "hidden") else part.long()
         with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
             loss = loss_of(model, batch, head, known, steps)
         optimizer.zero_grad()

@@ -300,11 +300,12 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--force", action="store_true", help="replace FILE")
         _integer(sub, "--row-length", 3, help="cut rows there (default: the target's context)")
         sub.add_argument("--last-turn-only", action="store_true", help="supervise the last reply alone")
+
+    for sub in (generate, evaluate, bench, regenerate, look, count):
         sub.add_argument(
             "--template", nargs="+", action="extend", default=[], type=_option, metavar="NAME=VALUE",
             help="variables for the chat template, e.g. enable_thinking=False",
         )  # fmt: skip
-
     for sub in (generate, train, plan, export, evaluate, bench, regenerate, features, look, count):
         _common(sub)
     return parser

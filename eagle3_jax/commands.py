@@ -77,7 +77,7 @@ def generate(args: argparse.Namespace) -> int:
     requests = []
     for index, row in enumerate(rows):
         where = "--prompt" if args.prompt is not None else f"row {index + 1} of {args.prompts}"
-        ids = encode_prompt(tokenizer, prompt_messages(row, where), where, raw=args.raw)
+        ids = encode_prompt(tokenizer, prompt_messages(row, where), where, raw=args.raw, options=dict(args.template))
         request = Request(
             tokens=ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
             top_p=args.top_p, seed=args.seed + index, stop=stops,
@@ -259,7 +259,8 @@ def bench(args: argparse.Namespace) -> int:
         prompts = []
         for index, row in enumerate(read_jsonl(path)[: args.limit]):
             where = f"row {index + 1} of {path}"
-            prompts.append(encode_prompt(tokenizer, prompt_messages(row, where), where))
+            messages, options = prompt_messages(row, where), dict(args.template)
+            prompts.append(encode_prompt(tokenizer, messages, where, options=options))
             for temperature in args.temperatures:
                 request = Request(prompts[-1], max_new_tokens=args.max_new_tokens, temperature=temperature)
                 check_request(request, config, where)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.errors import InputError
@@ -91,9 +93,14 @@ def prompt_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], where: str, *, raw: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    where: str,
+    *,
+    raw: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[int, ...]:
-    """Tokens of a prompt, through the chat template, or as plain text with `raw`.
+    """Tokens of a prompt, through the chat template with its options, or as plain text with `raw`.
 
     Raises:
       InputError: nothing to ask.
@@ -102,4 +109,4 @@ def encode_prompt(
         raise InputError(expected=f"some text in {where}", found="an empty prompt", remedy="Give a prompt.")
     if raw:
         return tuple(text_ids(tokenizer, "\n".join(message["content"] for message in messages)))
-    return tuple(chat_ids(tokenizer, messages, add_generation_prompt=True))
+    return tuple(chat_ids(tokenizer, messages, add_generation_prompt=True, options=options))

@@ -154,7 +154,11 @@ def chat_text(
 
 
 def chat_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    add_generation_prompt: bool,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """Tokens of a conversation, a plain list under every version of transformers.
 
@@ -164,7 +168,8 @@ def chat_ids(
     Raises:
       InputError: the tokenizer has no chat template, or the template refuses these messages.
     """
-    return plain_ids(tokenizer, chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt))
+    text = chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, options=options)
+    return plain_ids(tokenizer, text)
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3_jax.errors import InputError
+from eagle3_jax.prompts import encode_prompt
 from eagle3_jax.tokenizer import chat_ids, chat_text, load_tokenizer, plain_ids
 from eagle3_jax.training.data import Encoded, encode_file, encode_row, find_markers
 from eagle3_jax.training.packing import pack
@@ -446,6 +447,16 @@ def test_options_reach_the_template(tmp_path):
     text = chatml(template).decode(blunt.tokens.tolist())
     assert text.count("<none>") == 1
     assert replies(chatml(template), blunt) == replies(chatml(template), plain) == ["a<|im_end|>"]
+
+
+def test_options_of_the_template_reach_prompts():
+    template = TOOLS_TEMPLATE.replace(
+        "assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<none>{% endif %}{% endif %}"
+    )
+    tokenizer, messages = chatml(template), [{"role": "user", "content": "q"}]
+    for options, count in (({}, 0), ({"enable_thinking": False}, 1)):
+        ids = encode_prompt(tokenizer, messages, "here", options=options)
+        assert tokenizer.decode(list(ids)).count("<none>") == count
 
 
 def test_arguments_of_tools_reach_the_template_as_objects_and_bad_ones_cost_their_row_only(tmp_path):

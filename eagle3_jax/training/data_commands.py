@@ -190,7 +190,7 @@ def regenerate(args: argparse.Namespace) -> int:
         # The first question only: later ones were written in answer to somebody else's reply.
         first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
         messages = messages[: first + 1]
-        ids = encode_prompt(tokenizer, messages, where)
+        ids = encode_prompt(tokenizer, messages, where, options=dict(args.template))
         if args.max_prompt_tokens is not None and len(ids) > args.max_prompt_tokens:
             too_long += 1
             continue
