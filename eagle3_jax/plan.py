@@ -223,9 +223,9 @@ def _round(config: TrainConfig, shape: TargetConfig, mesh: Mesh | None, platform
         rows = mesh.shape["slice"] * sizes[0]
         mesh = make_mesh(sizes, slices=mesh.shape["slice"], devices=mesh.devices.flatten().tolist())
         config = dataclasses.replace(config, mesh=sizes, batch_rows=rows)
+    run = abstract_run(config, shape, mesh, platform, stacked=False)
+    length = cache_bucket(config.row_length, shape.context_limit)
     with entered(mesh):
-        run = abstract_run(config, shape, mesh, platform, stacked=False)
-        length = cache_bucket(config.row_length, shape.context_limit)
         traced, state, draft = trace_round(run, rows, length)
         held = {
             "target": device_bytes(unique_params(run.target)),
