@@ -46,8 +46,10 @@ from eagle3_jax.training.step import ARGMAX_CHUNK
 
 LEAST_ROW = 512  # rows that are not advised to be made shorter
 PARTS = ("target", "draft", "optimiser", "batch", "caches", "temporary")
-# "Used 17.25G of 15.75G hbm. Exceeded hbm capacity by 1.50G."
-_EXCEEDED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+# "Used 17.25G of 15.75G hbm. Exceeded hbm capacity by 1.50G.", of a whole program; or, of its temporaries alone,
+# "the total memory required for HLO temporaries (48.81G) exceeds available HBM (15.75G)".
+_EXCEEDED = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm")
+_TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -156,7 +158,7 @@ def _flops(run: AbstractRun) -> int:
     return total
 
 
-def _compiled(traced: jax.stages.Traced) -> tuple[int, int | None, int, float]:
+def _compiled(traced: jax.stages.Traced, arguments: int) -> tuple[int, int | None, int, float]:
     """Temporary bytes, the compiler's whole figure, bytes of results that nothing else counts, seconds.
 
     A program that does not fit is refused by the TPU's compiler, which says how much it would take.
@@ -166,20 +168,19 @@ def _compiled(traced: jax.stages.Traced) -> tuple[int, int | None, int, float]:
     try:
         found: Any = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        match = _EXCEEDED.search(str(error))
+        whole, alone = _EXCEEDED.search(str(error)), _TEMPORARIES.search(str(error))
+        match = whole or alone
         if match is None:
             raise
-        return int(float(match[1]) * _UNITS[match[2]]), None, 0, time.perf_counter() - began
+        size = int(float(match[1]) * _UNITS[match[2]])
+        return size - (arguments if whole else 0), None, 0, time.perf_counter() - began
     results = found.output_size_in_bytes - found.alias_size_in_bytes
     whole = found.argument_size_in_bytes + found.temp_size_in_bytes + results
     return found.temp_size_in_bytes, whole, results, time.perf_counter() - began
 
 
 def _program(traced: jax.stages.Traced, held: dict[str, int], arguments: int) -> Program:
-    temporary, whole, results, seconds = _compiled(traced)
-    if whole is None:
-        # The refused figure is that of the whole program, its arguments included.
-        temporary = max(0, temporary - arguments)
+    temporary, whole, results, seconds = _compiled(traced, arguments)
     parts = {name: held.get(name, 0) for name in PARTS} | {"temporary": temporary + results}
     return Program(parts, arguments, whole, seconds)
 

@@ -39,8 +39,10 @@ def test_every_command_of_the_documentation_parses(page: str, words: list[str]) 
     args, rest = parser.parse_known_args(words)
     if getattr(args, "takes_fields", False):
         known = {field.name for field in dataclasses.fields(TrainConfig)}
-        assert set(_fields(parser, rest)) <= known
+        fields = _fields(parser, rest)
+        assert set(fields) <= known
         assert (ROOT / args.config).exists()
+        override(load_config(ROOT / args.config), fields).check()
     else:
         assert not rest
 

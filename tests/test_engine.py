@@ -464,7 +464,8 @@ def test_programs_are_compiled_per_structure_and_not_per_value(monkeypatch: pyte
     assert programs() == after
     assert not compiled
     # Rows of a batch come and go without a program of their own.
-    answers(toy(), toy_draft(), requests[:4], **drafting, batch=3)
+    stopped = [dataclasses.replace(request, stop=("0",)) for request in requests[:4]]
+    answers(toy(), toy_draft(), stopped, **drafting, batch=3, tokenizer=pair_tokenizer())
     compiled.clear()
     ended = [dataclasses.replace(request, stop=("0",), temperature=0.3, seed=8) for request in requests[4:12]]
     answers(toy(), toy_draft(), ended, **drafting, batch=3, tokenizer=pair_tokenizer())

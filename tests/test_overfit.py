@@ -15,8 +15,8 @@ from eagle3_jax.draft import Draft
 from eagle3_jax.metrics import tau
 from eagle3_jax.requests import Request
 from eagle3_jax.target import Target
-from eagle3_jax.training.loop import label_head
 from eagle3_jax.training.loss import Batch
+from eagle3_jax.training.start import label_head
 from eagle3_jax.training.step import (
     Teacher,
     TrainState,

@@ -51,8 +51,18 @@ def held_by(shape: TargetConfig, program: dict[str, Any], name: str) -> int:
     }[name]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"features": ("f",), "accumulation": 2, "decoded_prompts": 0}])
+FROM_DISK = {"features": ("f",), "accumulation": 2, "decoded_prompts": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tied"),
+    [
+        ({}, True),
+        (FROM_DISK, False),
+        pytest.param({}, False, marks=pytest.mark.full),
+        pytest.param(FROM_DISK, True, marks=pytest.mark.full),
+    ],
+)
 def test_parts_add_up_to_what_the_compiler_says(changes: dict[str, Any], tied: bool):
     shape = dataclasses.replace(SHAPE, tie_word_embeddings=tied)
     plan = make_plan(dataclasses.replace(CONFIG, **changes), shape, find_topology("local"))
@@ -101,7 +111,7 @@ def update_flops(draft: DraftConfig, tokens: int, length: int, steps: int, repea
     return tokens * (2 * fused + passes + (3 * steps + 1) * head)
 
 
-@pytest.mark.parametrize("rematerialise", ["nothing", "all"])
+@pytest.mark.parametrize("rematerialise", ["all", pytest.param("nothing", marks=pytest.mark.full)])
 def test_operations_are_those_of_the_formula(rematerialise: str):
     config = dataclasses.replace(CONFIG, accumulation=2, rematerialise=rematerialise)
     run = abstract_run(config, SHAPE, None, "cpu")
