@@ -3,11 +3,12 @@
     eagle3-jax data regenerate prompts.jsonl --target models/DeepSeek-R1-Distill-Llama-8B --out answers.jsonl
     eagle3-jax train configs/deepseek_r1_distill_llama_8b.py --data answers.jsonl
 
-The mesh is that of eight chips, fsdp alone: on v5e:2x4 (16 GB a chip) as it stands, on a node of eight H100s with the
-same mesh.
+The mesh is that of eight devices, fsdp alone:
 
     eagle3-jax plan configs/deepseek_r1_distill_llama_8b.py --topology v5e:2x4
-    eagle3-jax plan configs/deepseek_r1_distill_llama_8b.py --topology h100:8 --mesh '(1,8,1)'
+    eagle3-jax plan configs/deepseek_r1_distill_llama_8b.py --topology h100:8
+
+On v5e:2x4 a chip holds 8.4 of 15.75 GiB, and an update takes at least 1.5 s.
 """
 
 from eagle3_jax.config import RopeConfig, TargetConfig

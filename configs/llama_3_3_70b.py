@@ -3,10 +3,12 @@
     eagle3-jax data regenerate prompts.jsonl --target models/Llama-3.3-70B-Instruct --out answers.jsonl
     eagle3-jax train configs/llama_3_3_70b.py --data answers.jsonl
 
-The mesh is that of sixteen chips, fsdp alone: on v5p:2x2x4 (95 GB a chip); a node of eight H200s takes half of it.
+The mesh is that of sixteen devices, fsdp alone; a node of eight takes half of it:
 
     eagle3-jax plan configs/llama_3_3_70b.py --topology v5p:2x2x4
     eagle3-jax plan configs/llama_3_3_70b.py --topology h200:8 --mesh '(1,8,1)'
+
+On v5p:2x2x4 a chip holds 20.4 of 95.7 GiB, and an update takes at least 1.9 s.
 """
 
 from eagle3_jax.config import RopeConfig, TargetConfig

@@ -3,7 +3,7 @@
     eagle3-jax data regenerate prompts.jsonl --target models/vicuna-13b-v1.3 --out answers.jsonl
     eagle3-jax train configs/vicuna_13b.py --data answers.jsonl
 
-The mesh is that of sixteen chips, fsdp alone: on v5e:4x4 (16 GB a chip); a node of eight H100s takes half of it.
+The mesh is that of sixteen devices, fsdp alone, as of v5e:4x4 (16 GB a chip); a node of eight takes half of it:
 
     eagle3-jax plan configs/vicuna_13b.py --topology v5e:4x4
     eagle3-jax plan configs/vicuna_13b.py --topology h100:8 --mesh '(1,8,1)'
