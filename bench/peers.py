@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=6, help="of each turn, after those that warm up")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--speculators", metavar="PYTHON", help="interpreter of an environment with speculators")
+    parser.add_argument("--only", default="", metavar="TEXT", help="methods whose name has this in it")
     parser.add_argument("--ours", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bfloat16", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
@@ -65,10 +66,10 @@ def main() -> int:
             commands[f"plain PyTorch, {dtype}"] = [sys.executable, "-m", "bench.peers_torch", name, *numbers, dtype]
         if args.speculators:
             script = str(Path(__file__).with_name("peers_speculators.py"))
-            for dtype, attention in (("float32", "eager"), ("bfloat16", "eager"), ("float32", "simple_flex_attention")):
-                commands[f"speculators, {dtype}, {attention}"] = [
-                    args.speculators, script, name, *numbers, dtype, args.target, attention,
-                ]  # fmt: skip
+            for dtype in ("float32", "bfloat16"):
+                tail = [name, *numbers, dtype, args.target, "eager"]
+                commands[f"speculators, {dtype}, eager attention"] = [args.speculators, script, *tail]
+        commands = {method: command for method, command in commands.items() if args.only in method}
         found: dict[str, list[Any]] = {method: [] for method in commands}
         for turn in range(args.turns):
             for method, command in commands.items():

@@ -1,7 +1,9 @@
 """Updates of `speculators` (PyPI, its own interpreter) on the arrays that `bench.peers` left in a folder.
 
 Rows are passed one at a time, as its model takes them, with one optimiser step for the batch. Its head, frozen by
-default, is trained here as ours is; its loss is the one whose gradient is ours (cross-entropy with soft labels).
+default, is trained here as ours is; its loss is the one whose gradient is ours (cross-entropy with soft labels), in
+plain PyTorch, since its fused losses need Triton. Of its attention paths "eager" (a dense mask) is the one that trains
+on a CPU: PyTorch 2.13 has no backward pass of FlexAttention there.
 """
 
 import json
@@ -27,7 +29,8 @@ def main() -> int:
     torch.manual_seed(0)
     settings = {
         "verifier_name_or_path": target, "draft_vocab_size": d2t.numel(), "norm_before_residual": False,
-        "ttt_steps": steps, "ttt_step_loss_decay": 0.8, "loss_fn": "ce", "draft_attn_impl": attention,
+        "ttt_steps": steps, "ttt_step_loss_decay": 0.8, "loss_fn": "ce", "loss_implementation": "eager",
+        "draft_attn_impl": attention,
         "target_layer_ids": json.loads((folder / "taps.json").read_text(encoding="utf-8")),
     }  # fmt: skip
     model = Eagle3DraftModel.from_training_args(config, t2d=t2d, d2t=d2t - torch.arange(d2t.numel()), **settings)
