@@ -12,6 +12,8 @@ import os
 import re
 from typing import Any
 
+import jax
+
 from eagle3_jax.errors import InputError
 
 GIB = 2**30
@@ -80,8 +82,6 @@ def find_topology(name: str, slices: int = 1) -> Topology:
     Raises:
       InputError: an unknown name; libtpu is not installed or knows no such slice.
     """
-    import jax
-
     if name == "local":
         return Topology(name, None, jax.device_count(), list(jax.devices()))
     kind, _, size = name.partition(":")

@@ -28,7 +28,7 @@ from eagle3_jax.errors import InputError
 from eagle3_jax.flops import count_flops
 from eagle3_jax.hardware import GIB, Topology
 from eagle3_jax.params import count_params
-from eagle3_jax.sharding import entered, make_mesh
+from eagle3_jax.sharding import AXES, entered, make_mesh
 from eagle3_jax.target import target_specs
 from eagle3_jax.training.abstract import (
     AbstractRun,
@@ -168,12 +168,12 @@ def _compiled(traced: jax.stages.Traced, arguments: int) -> tuple[int, int | Non
     try:
         found: Any = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        whole, alone = _EXCEEDED.search(str(error)), _TEMPORARIES.search(str(error))
-        match = whole or alone
+        of_program = _EXCEEDED.search(str(error))
+        match = of_program or _TEMPORARIES.search(str(error))
         if match is None:
             raise
         size = int(float(match[1]) * _UNITS[match[2]])
-        return size - (arguments if whole else 0), None, 0, time.perf_counter() - began
+        return size - (arguments if of_program else 0), None, 0, time.perf_counter() - began
     results = found.output_size_in_bytes - found.alias_size_in_bytes
     whole = found.argument_size_in_bytes + found.temp_size_in_bytes + results
     return found.temp_size_in_bytes, whole, results, time.perf_counter() - began
@@ -246,7 +246,9 @@ def _estimate(config: TrainConfig, shape: TargetConfig, topology: Topology) -> d
     of logits and their gradient, of all steps.
     """
     assert topology.chip is not None
-    sizes = _mesh_sizes(config, topology)
+    sizes = _mesh_sizes(config)
+    if math.prod(sizes.values()) != topology.count:
+        raise _no_mesh(config, topology)
     mesh = jax.sharding.AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
     )
@@ -284,11 +286,8 @@ def _kept_widths(config: TrainConfig, draft: DraftConfig, tensor: int) -> int:
     return products + 8 * draft.hidden_size + 2 * draft.intermediate_size // tensor
 
 
-def _mesh_sizes(config: TrainConfig, topology: Topology) -> dict[str, int]:
-    sizes = {"slice": config.slices} | dict(zip(("data", "fsdp", "tensor"), config.mesh or (1, 1, 1)))
-    if math.prod(sizes.values()) != topology.count:
-        raise _no_mesh(config, topology)
-    return sizes
+def _mesh_sizes(config: TrainConfig) -> dict[str, int]:
+    return dict(zip(AXES, (config.slices, *(config.mesh or (1, 1, 1)))))
 
 
 def traffic(
@@ -340,8 +339,7 @@ def _verdict(config: TrainConfig, shape: TargetConfig, topology: Topology, flops
     if chip is None:
         return found | {"roofline_seconds": None, "bound": None}
     draft = new_shape(config, shape, config.taps or shape.default_taps)
-    sizes = {"slice": config.slices} | dict(zip(("data", "fsdp", "tensor"), config.mesh or (1, 1, 1)))
-    memory, network, slow = traffic(config, shape, draft, sizes)
+    memory, network, slow = traffic(config, shape, draft, _mesh_sizes(config))
     seconds = {
         "compute": flops / count / (chip.flops if config.precision == "default" else chip.flops_fp32),
         "memory": memory / chip.hbm_bandwidth,

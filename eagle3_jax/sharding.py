@@ -16,12 +16,14 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from eagle3_jax.errors import InputError
-from eagle3_jax.params import ParamSpec, is_spec
+from eagle3_jax.params import ParamSpec, abstract_params, is_spec
 
 AXES = ("slice", "data", "fsdp", "tensor")
 BATCH = ("slice", "data", "fsdp")  # what splits the rows of a batch
@@ -108,6 +110,14 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
     """The sharding of every parameter of an abstract tree, by the rules."""
     place = lambda spec: NamedSharding(mesh, partition(spec.axes, spec.shape, mesh.shape))
     return jax.tree.map(place, specs, is_leaf=is_spec)
+
+
+def abstract_placed(specs: Any, mesh: Mesh | None, dtype: DTypeLike = jnp.float32) -> Any:
+    """Parameters as `jax.ShapeDtypeStruct`s, on a mesh with their places."""
+    if mesh is None:
+        return abstract_params(specs, dtype)
+    place = lambda spec, where: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where)
+    return jax.tree.map(place, specs, shardings(specs, mesh), is_leaf=is_spec)
 
 
 def unsplit(specs: Any, mesh: Mesh) -> list[str]:

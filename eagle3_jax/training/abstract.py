@@ -11,16 +11,14 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.drafters import Plan
 from eagle3_jax.generate import Structure, decode_round, empty_state
-from eagle3_jax.params import is_spec
 from eagle3_jax.sampling import Sampling
-from eagle3_jax.sharding import batch_axes, partition, replicated, shardings
+from eagle3_jax.sharding import abstract_placed, batch_axes, partition, replicated
 from eagle3_jax.target import Target, stack_specs, target_specs
 from eagle3_jax.training.config import TrainConfig, check_row_length, check_taps
 from eagle3_jax.training.loss import Batch
@@ -29,8 +27,9 @@ from eagle3_jax.training.step import (
     Teacher,
     TrainState,
     init_optimizer,
-    make_optimizer,
     make_train_step,
+    optimizer_of,
+    step_options,
     target_features,
 )
 from eagle3_jax.vocab import DraftVocab
@@ -56,7 +55,7 @@ class AbstractRun:
       config: the run.
       attention: who computes attention, one of `attention.PACKED`.
       mesh: None for one device.
-      target: the target whole; training from stored features keeps its embedding only.
+      target: the target whole, of which `kept` stays in memory.
       state: draft, optimiser, counters.
       model: the draft whose `params` are in the state.
       teacher: the target's head at the draft vocabulary.
@@ -107,12 +106,6 @@ def abstract_run(
     check_row_length(config.row_length, shape.context_limit)
     attention = config.attention_on(platform, shape.head_dim)
 
-    def params(specs: Any, dtype: Any) -> Any:
-        if mesh is None:
-            return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs, is_leaf=is_spec)
-        place = lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
-        return jax.tree.map(place, specs, shardings(specs, mesh), is_leaf=is_spec)
-
     def array(dims: tuple[int, ...], dtype: Any, *axes: Any) -> Any:
         if mesh is None:
             return jax.ShapeDtypeStruct(dims, dtype)
@@ -122,12 +115,10 @@ def abstract_run(
     specs = target_specs(shape)
     if stacked:
         specs = dataclasses.replace(specs, layers=stack_specs(cast(Any, specs.layers)))
-    target = Target(params=params(specs, target_dtype), config=shape)
+    target = Target(params=abstract_placed(specs, mesh, target_dtype), config=shape)
     draft_shape = new_shape(config, shape, taps)
-    specs = draft_specs(draft_shape)
-    weights, number = params(specs, jnp.float32), array((), jnp.int32)
-    optimizer = _optimizer(config)
-    opt_state = init_optimizer(optimizer, weights, mesh)
+    weights, number = abstract_placed(draft_specs(draft_shape), mesh), array((), jnp.int32)
+    opt_state = init_optimizer(optimizer_of(config), weights, mesh)
     vocab = DraftVocab(d2t=array((draft_shape.draft_vocab_size,), jnp.int32), t2d=array((shape.vocab_size,), jnp.bool_))
     head = weights.lm_head
     label_head: Any = jax.ShapeDtypeStruct(head.shape, target_dtype, sharding=head.sharding)
@@ -154,23 +145,10 @@ def abstract_run(
     )
 
 
-def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    return make_optimizer(
-        config.learning_rates(), betas=config.betas, weight_decay=config.weight_decay, clip=config.clip
-    )
-
-
 def trace_update(run: AbstractRun, attention: str | None = None) -> jax.stages.Traced:
     """The update with the most unrolled steps, traced; lower and compile it, or look into its jaxpr."""
     config = run.config
-    step = make_train_step(
-        _optimizer(config),
-        decay=config.step_decay,
-        compute=jnp.dtype(config.compute_dtype),
-        rematerialise=config.rematerialise,
-        attention=attention or run.attention,
-        objective=config.objective,
-    )
+    step = make_train_step(optimizer_of(config), attention=attention or run.attention, **step_options(config))
     return step.trace(run.state, run.batches, run.model, run.teacher, steps=config.max_steps)
 
 
@@ -204,11 +182,11 @@ def trace_round(run: AbstractRun, rows: int, cache_length: int) -> tuple[jax.sta
     state = jax.eval_shape(make, run.target, draft)
 
     def place(path: Any, leaf: Any) -> Any:
+        if mesh is None:
+            return leaf
         # A CPU keeps caches in fp32 (see `cache.empty_cache`); the devices that are planned for may be others.
         name = jax.tree_util.keystr(path)
         kind = dtype if ".keys" in name or ".values" in name else leaf.dtype
-        if mesh is None:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         axes: tuple[Any, ...] = ("batch", *[None] * (leaf.ndim - 1))
         if leaf.ndim == 4:
             axes = ("batch", "kv_heads", None, None)

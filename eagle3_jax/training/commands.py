@@ -130,7 +130,7 @@ def evaluate(args: argparse.Namespace) -> int:
     target = load_target(folder, runtime.DTYPES[info.dtype])
     draft = load_draft(Path(args.draft), target)
     packed = pack(encoded, row_length=row_length, seed=0)
-    check_tokens(packed, target.config.vocab_size)
+    check_tokens(packed.tokens, target.config.vocab_size)
     rows = Rows(packed)
     drafting: dict[str, Any] = {"draft_length": length} if tree is None else {"tree": tree}
     plan_for(target.config, draft, **drafting)

@@ -25,7 +25,7 @@ from eagle3_jax.tokenizer import decode as decode_text
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.config import check_row_length, load_config, override
 from eagle3_jax.training.data import Encoded, encode_file
-from eagle3_jax.training.features import write_features
+from eagle3_jax.training.features import check_tokens, write_features
 from eagle3_jax.training.setup import packed_rows
 from eagle3_jax.vocab import most_frequent
 
@@ -111,13 +111,7 @@ def _encoded(args: argparse.Namespace, files: Sequence[str], row_length: int | N
         )  # fmt: skip
         logger.info("%s", report)
         encoded += documents
-    highest, vocab_size = max(int(one.tokens.max()) for one in encoded), read_target_config(folder).vocab_size
-    if highest >= vocab_size:
-        raise InputError(
-            expected=f"token ids below the target's vocabulary size {vocab_size}",
-            found=f"token id {highest}",
-            remedy="Use the tokenizer that belongs to this target.",
-        )
+    check_tokens(np.concatenate([one.tokens for one in encoded]), read_target_config(folder).vocab_size)
     return tokenizer, encoded
 
 

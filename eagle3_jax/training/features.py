@@ -60,16 +60,16 @@ def rows_mark(rows: RowSource) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_tokens(packed: Packed, vocab_size: int) -> None:
+def check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
     """Refuse rows whose tokens are not the target's.
 
     Raises:
       InputError: a token id that is not below `vocab_size`; a gather would take another one in silence.
     """
-    if packed.tokens.size and packed.tokens.max() >= vocab_size:
+    if tokens.size and tokens.max() >= vocab_size:
         raise InputError(
             expected=f"token ids below the target's vocabulary size {vocab_size}",
-            found=f"token id {packed.tokens.max()}",
+            found=f"token id {tokens.max()}",
             remedy="Encode the data with the tokenizer of this target.",
         )
 
@@ -102,7 +102,7 @@ def write_features(
         target's; a feature is not finite.
     """
     check_taps(taps, target.config.num_layers)
-    check_tokens(packed, target.config.vocab_size)
+    check_tokens(packed.tokens, target.config.vocab_size)
     rows = {name: np.ascontiguousarray(getattr(packed, name)) for name in ROW_ARRAYS}
     count, length = rows["tokens"].shape
     meta = {

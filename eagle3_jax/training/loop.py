@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,8 @@ from eagle3_jax.errors import InputError
 from eagle3_jax.files import at
 from eagle3_jax.params import count_params
 from eagle3_jax.processes import Vote, agreed
-from eagle3_jax.sharding import entered, make_mesh, place, replicated
+from eagle3_jax.requests import Request
+from eagle3_jax.sharding import abstract_placed, entered, make_mesh, place, replicated
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig
@@ -36,8 +38,15 @@ from eagle3_jax.training.evaluation import (
     warn_of_gap,
 )
 from eagle3_jax.training.reporting import Journal, check_writers, open_writers, shown
-from eagle3_jax.training.setup import abstract_placed, batch_of, prepare, stack_batches, supervised
-from eagle3_jax.training.step import TrainState, init_optimizer, make_eval_step, make_optimizer, make_train_step
+from eagle3_jax.training.setup import batch_of, prepare, stack_batches, supervised
+from eagle3_jax.training.step import (
+    TrainState,
+    init_optimizer,
+    make_eval_step,
+    make_train_step,
+    optimizer_of,
+    step_options,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +134,8 @@ class _Training:
         setup = prepare(config, self.folder, mesh)
         self.setup, compute = setup, jnp.dtype(config.compute_dtype)
         self.schedule = config.learning_rates()
-        self.optimizer = make_optimizer(
-            self.schedule, betas=config.betas, weight_decay=config.weight_decay, clip=config.clip
-        )
-        self.step = make_train_step(
-            self.optimizer, decay=config.step_decay, compute=compute, rematerialise=config.rematerialise,
-            attention=setup.attention, objective=config.objective,
-        )  # fmt: skip
+        self.optimizer = optimizer_of(config)
+        self.step = make_train_step(self.optimizer, attention=setup.attention, **step_options(config))
         self.eval_step = make_eval_step(compute, setup.attention, config.objective)
         source = grain.MapDataset.source(setup.train_order.tolist()).seed(config.seed).shuffle().repeat()
         self.order, self.per_update = source, config.batch_rows * config.accumulation
@@ -262,8 +266,13 @@ class _Training:
         self.evaluation = found
         return {"update": update + 1, "held_out": found}, line
 
-    def _decoded(self, draft: Draft, length: int) -> float | None:
+    @cached_property
+    def _asked(self) -> tuple[list[Request], tuple[int, ...]]:
+        """Held-out prompts, the same at every evaluation, and the ids that end an answer."""
         folder = Path(self.config.target)
         eos = eos_ids(folder, load_tokenizer(folder))
-        requests = held_out_prompts(self.setup, self.config.decoded_prompts, eos)
+        return held_out_prompts(self.setup, self.config.decoded_prompts, eos), eos
+
+    def _decoded(self, draft: Draft, length: int) -> float | None:
+        requests, eos = self._asked
         return decode_held_out(self.setup, draft, requests, eos, length) if requests else None

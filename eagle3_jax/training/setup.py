@@ -18,7 +18,6 @@ from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Draft, DraftParams, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import at
-from eagle3_jax.params import abstract_params, is_spec
 from eagle3_jax.processes import agreed, first, on_host, said_by_first
 from eagle3_jax.sharding import by_rows, constrain, place, replicated, shardings, unsplit
 from eagle3_jax.target import Target, target_specs
@@ -103,7 +102,7 @@ def _open_rows(config: TrainConfig, target: Target, mark: str, taps: tuple[int, 
     """The rows, and how many of them are the first source's, from which rows are held out."""
     if not config.features:
         packed = packed_rows(config)
-        check_tokens(packed, target.config.vocab_size)
+        check_tokens(packed.tokens, target.config.vocab_size)
         return Rows(packed), len(packed.tokens)
     folders = [Path(name) for name in config.features]
     parts = [
@@ -160,13 +159,11 @@ def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Se
         if resumed:
             run.check_same(config)
             run.check_marks(marks)
-            _, draft_config, vocab = run.read()
-        else:
-            draft_config, vocab = describe(config, target, mark, taps, rows, eos_ids(folder, load_tokenizer(folder)))
-            if first():
-                run.start(config, draft_config, vocab, marks)
+        elif first():
+            made = describe(config, target, mark, taps, rows, eos_ids(folder, load_tokenizer(folder)))
+            run.start(config, *made, marks)
     with agreed():
-        run.read()  # seen by all of them
+        _, draft_config, vocab = run.read()  # by all of them, so that a folder which they do not share is noticed
     if mesh is not None:
         for note in unsplit((target_specs(target.config), draft_specs(draft_config)), mesh):
             logger.info("%s", note)
@@ -183,14 +180,6 @@ def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Se
         make_head = jax.jit(label_head, out_shardings=shardings(draft_specs(draft_config), mesh).lm_head)
     setup.teacher = Teacher(label_head=make_head(target, vocab))
     return setup
-
-
-def abstract_placed(specs: Any, mesh: Mesh | None) -> Any:
-    """fp32 parameters as `jax.ShapeDtypeStruct`s, on a mesh with their places."""
-    if mesh is None:
-        return abstract_params(specs)
-    place = lambda spec, where: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=where)
-    return jax.tree.map(place, specs, shardings(specs, mesh), is_leaf=is_spec)
 
 
 def _first_params(config: TrainConfig, setup: Setup, draft: DraftConfig, vocab: DraftVocab, mark: str) -> DraftParams:

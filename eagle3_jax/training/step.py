@@ -17,6 +17,7 @@ from eagle3_jax.draft import Draft, DraftParams, draft_specs
 from eagle3_jax.sampling import most_likely
 from eagle3_jax.sharding import constrain, constrain_params, replicated
 from eagle3_jax.target import Target, target_forward
+from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.head import ceil_div
 from eagle3_jax.training.loss import (
     EAGLE3,
@@ -67,6 +68,21 @@ def make_optimizer(
         optax.clip_by_global_norm(clip),
         optax.adamw(schedule, b1=betas[0], b2=betas[1], weight_decay=weight_decay),
     )
+
+
+def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
+    """The optimiser that a config describes."""
+    return make_optimizer(
+        config.learning_rates(), betas=config.betas, weight_decay=config.weight_decay, clip=config.clip
+    )
+
+
+def step_options(config: TrainConfig) -> dict[str, Any]:
+    """What a config says of the update, for `make_train_step`; the same for a run and for its plan."""
+    return {
+        "decay": config.step_decay, "compute": jnp.dtype(config.compute_dtype), "rematerialise": config.rematerialise,
+        "objective": config.objective,
+    }  # fmt: skip
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None) -> Any:
