@@ -11,7 +11,8 @@ The mesh is that of eight devices, fsdp alone:
 On v5e:2x4 a chip holds 8.4 of 15.75 GiB, and an update takes at least 1.5 s.
 """
 
-from eagle3_jax.config import RopeConfig, TargetConfig
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.training.config import TrainConfig
 
 

@@ -11,7 +11,8 @@ The mesh is that of sixteen devices, fsdp alone; a node of eight takes half of i
 On v5p:2x2x4 a chip holds 20.4 of 95.7 GiB, and an update takes at least 1.9 s.
 """
 
-from eagle3_jax.config import RopeConfig, TargetConfig
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.training.config import TrainConfig
 
 

@@ -9,7 +9,8 @@ The mesh is that of sixteen devices, fsdp alone, as of v5e:4x4 (16 GB a chip); a
     eagle3-jax plan configs/vicuna_13b.py --topology h100:8 --mesh '(1,8,1)'
 """
 
-from eagle3_jax.config import RopeConfig, TargetConfig
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.training.config import TrainConfig
 
 

@@ -1,7 +1,8 @@
-"""GGUF files of LLaMA models: metadata to a HuggingFace config, tensors to HuggingFace names.
+"""GGUF files of LLaMA and Qwen models: metadata to a HuggingFace config, tensors to HuggingFace names.
 
-The rows of q and k are interleaved in GGUF (llama.cpp rotates neighbouring pairs); HuggingFace rotates the two halves
-of a head. Reading undoes that. Everything is checked from the header; tensors are made only when they are written.
+The rows of q and k of a LLaMA are interleaved in GGUF (llama.cpp rotates neighbouring pairs); HuggingFace rotates the
+two halves of a head. Reading undoes that. Qwen's are stored as they are. Everything is checked from the header; tensors
+are made only when they are written.
 
 Source: gguf-py/gguf/constants.py (`Keys.LLM`, `Keys.Rope`), llama.cpp's conversion of LLaMA (`permute`, `rope_freqs`).
 """
@@ -25,9 +26,10 @@ try:
 except ImportError:  # The reader is an extra; everything else in convert/ works without it.
     gguf = None
 
-SUPPORTED_ARCHITECTURES = ("llama",)
+# Mistral models are written as "llama".
+SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 USE_CHECKPOINT = "Convert from the model's HuggingFace checkpoint instead."
-# Keys under `llama.` that are read, or that do not change what the model computes.
+# Keys under the architecture that are read, or that do not change what the model computes.
 READ_KEYS = {
     "block_count",
     "context_length",
@@ -53,6 +55,8 @@ LAYER_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -116,17 +120,22 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
+def _key(metadata: Mapping[str, Any], key: str) -> str:
+    return f"{metadata['general.architecture']}.{key}"
+
+
 def _number(metadata: Mapping[str, Any], key: str, default: int | None = None) -> Any:
-    """A number under `llama.`, required without a default; a list (one value a layer) must agree with itself."""
-    value = metadata.get(f"llama.{key}", default)
+    """A number of the architecture, required without a default; a list (one value a layer) must agree with itself."""
+    name = _key(metadata, key)
+    value = metadata.get(name, default)
     if value is None:
         raise InputError(
-            expected=f"the key llama.{key} in the GGUF file", found="none", remedy="Fetch a complete GGUF file."
+            expected=f"the key {name} in the GGUF file", found="none", remedy="Fetch a complete GGUF file."
         )
     if isinstance(value, list):
         if len(set(value)) != 1:
             raise InputError(
-                expected=f"one llama.{key} for all layers", found=f"different ones: {value}", remedy=USE_CHECKPOINT
+                expected=f"one {name} for all layers", found=f"different ones: {value}", remedy=USE_CHECKPOINT
             )
         value = value[0]
     return value
@@ -134,16 +143,16 @@ def _number(metadata: Mapping[str, Any], key: str, default: int | None = None) -
 
 def _head_dim(metadata: Mapping[str, Any], width: int, heads: int) -> int:
     """Width of a head: `attention.key_length`, else hidden size over heads; values and RoPE must use all of it."""
-    head_dim = metadata.get("llama.attention.key_length")
+    head_dim = metadata.get(_key(metadata, "attention.key_length"))
     if head_dim is None:
         if width % heads:
             raise InputError(
-                expected="llama.embedding_length that is a multiple of llama.attention.head_count",
-                found=f"{width} and {heads}, and no llama.attention.key_length",
+                expected=f"{_key(metadata, 'embedding_length')} that is a multiple of attention.head_count",
+                found=f"{width} and {heads}, and no attention.key_length",
                 remedy=USE_CHECKPOINT,
             )
         head_dim = width // heads
-    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+    for key in (_key(metadata, "attention.value_length"), _key(metadata, "rope.dimension_count")):
         if metadata.get(key, head_dim) != head_dim:
             raise InputError(
                 expected=f"{key} equal to the head width {head_dim}", found=str(metadata[key]), remedy=USE_CHECKPOINT
@@ -167,11 +176,12 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:
     """`rope_scaling` in HuggingFace's words, from the keys or from the tensor `rope_freqs.weight`."""
     # As in llama.cpp, a factor without a type means linear.
-    kind = metadata.get("llama.rope.scaling.type", "linear" if "llama.rope.scaling.factor" in metadata else "none")
+    unnamed = "linear" if _key(metadata, "rope.scaling.factor") in metadata else "none"
+    kind = metadata.get(_key(metadata, "rope.scaling.type"), unnamed)
     freqs = tensors.get("rope_freqs.weight")
     if kind not in ("none", "linear") or (kind == "linear" and freqs is not None):
         raise InputError(
-            expected="llama.rope.scaling.type none or linear, or llama3 scaling in the tensor rope_freqs.weight",
+            expected=f"{_key(metadata, 'rope.scaling.type')} none or linear, or llama3 scaling in rope_freqs.weight",
             found=f"{kind}{'' if freqs is None else ' and rope_freqs.weight together'}",
             remedy=USE_CHECKPOINT,
         )
@@ -209,26 +219,34 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> tupl
         raise InputError(
             expected=f"a GGUF file of a supported architecture: {', '.join(SUPPORTED_ARCHITECTURES)}",
             found=f"general.architecture = {architecture!r}",
-            remedy="Use a LLaMA model as target.",
+            remedy="Use a model of one of these families as target.",
         )
-    unknown = sorted(k for k in metadata if k.startswith("llama.") and k.removeprefix("llama.") not in READ_KEYS)
+    own = f"{architecture}."
+    unknown = sorted(k for k in metadata if k.startswith(own) and k.removeprefix(own) not in READ_KEYS)
     if unknown:
         raise InputError(
-            expected="a dense LLaMA model, described by the keys that this converter knows",
+            expected=f"a dense {architecture} model, described by the keys that this converter knows",
             found=", ".join(f"{key} = {metadata[key]}" for key in unknown),
             remedy=USE_CHECKPOINT,
         )
     notes: list[str] = []
     width, heads = _number(metadata, "embedding_length"), _number(metadata, "attention.head_count")
     head_dim = _head_dim(metadata, width, heads)
-    if "llama.attention.head_count_kv" not in metadata:
-        notes.append("no llama.attention.head_count_kv in the file: as many key/value heads as query heads")
-    theta = metadata.get("llama.rope.freq_base")
+    if _key(metadata, "attention.head_count_kv") not in metadata:
+        notes.append(f"no {own}attention.head_count_kv in the file: as many key/value heads as query heads")
+    theta = metadata.get(_key(metadata, "rope.freq_base"))
     if theta is None:
         theta = 10000.0
-        notes.append("no llama.rope.freq_base in the file: RoPE base 10000, the default of GGUF")
+        notes.append(f"no {own}rope.freq_base in the file: RoPE base 10000, the default of GGUF")
+    biases = {name for name in ("attn_q", "attn_output", "ffn_gate") if f"blk.0.{name}.bias" in tensors}
+    if architecture == "llama" and ("attn_q" in biases) != ("attn_output" in biases):
+        raise InputError(
+            expected="biases of attention on q, k, v and the output together, as a LLaMA has them",
+            found=f"blk.0.{(biases & {'attn_q', 'attn_output'}).pop()}.bias alone",
+            remedy=USE_CHECKPOINT,
+        )
     config = {
-        "model_type": "llama",
+        "model_type": architecture,
         "vocab_size": tensor_shape(tensors, "token_embd.weight")[0],
         "hidden_size": width,
         "intermediate_size": _number(metadata, "feed_forward_length"),
@@ -242,6 +260,8 @@ def read_config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> tupl
         "rope_theta": float(f"{theta:.7g}"),
         "rope_scaling": _rope_scaling(metadata, tensors, theta, head_dim),
         "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": architecture != "qwen2" and "attn_q" in biases,
+        "mlp_bias": architecture == "llama" and "ffn_gate" in biases,
     }
     return TargetConfig.from_hf(config, "the GGUF file's metadata"), notes
 
@@ -302,7 +322,8 @@ def read_tensors(config: TargetConfig, tensors: Mapping[str, Any]) -> tuple[Sour
     """
     assert gguf is not None
     shapes = tensor_shapes(config)
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    llama = config.model_type == "llama"
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if llama else {}
     for name, shape in shapes.items():
         found = tensor_shape(tensors, gguf_name(name))
         if found != shape:
@@ -314,7 +335,7 @@ def read_tensors(config: TargetConfig, tensors: Mapping[str, Any]) -> tuple[Sour
     spare = sorted(set(tensors) - {gguf_name(name) for name in shapes} - {"rope_freqs.weight"})
     if spare:
         raise InputError(
-            expected="the tensors of a dense LLaMA model without biases",
+            expected=f"the tensors of a dense {config.model_type} model",
             found=f"{len(spare)} others, such as {', '.join(spare[:3])}",
             remedy=USE_CHECKPOINT,
         )
@@ -341,7 +362,7 @@ def _default_dtype(tensors: Mapping[str, Any]) -> str:
 
 
 def read_gguf(path: Path, tokenizer: Path | None) -> LlamaSource:
-    """Reads a GGUF file of a LLaMA model: header now, tensors when they are written.
+    """Reads a GGUF file: header now, tensors when they are written.
 
     Args:
       path: the file.

@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from convert.gguf_tokenizer import tokenizer_files
 from convert.llama_folder import DTYPES, SAFETENSORS_DTYPES, LlamaSource, SourceTensor, licence_files, tensor_shapes
-from eagle3_jax.config import DEFAULT_ROPE_THETA, TargetConfig
+from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import InputError
+from eagle3_jax.rope import DEFAULT_ROPE_THETA
 
 # Said by other keys of the config that is written, or about the program that wrote the old one.
 REPLACED_KEYS = {"rope_parameters", "dtype", "torch_dtype", "quantization_config", "transformers_version"}

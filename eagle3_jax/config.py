@@ -9,15 +9,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from eagle3_jax.errors import InputError
+from eagle3_jax.rope import RopeConfig
 
 logger = logging.getLogger(__name__)
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-TARGET_MODEL_TYPES = ("llama",)
-DEFAULT_ROPE_THETA = 10000.0
+# The families that a target may be of, by `model_type`: the name of the class in transformers.
+TARGET_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",  # LLaMA 1 to 3.3, Vicuna, DeepSeek-R1-Distill-Llama, SmolLM2
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",  # Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen
+    "qwen3": "Qwen3ForCausalLM",  # dense ones
+}
 
 # Keys of a HuggingFace LLaMA config that change nothing in the forward pass: bookkeeping, training-time settings,
 # and settings of transformers' own generation or parallelism.
@@ -33,107 +38,18 @@ _TARGET_KEYS_WITHOUT_EFFECT = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: base and scaling rule, named as transformers names them.
-
-    `original_max_positions` is the length the model was trained on before scaling (llama3, yarn, dynamic).
-    Fields of a rule that `kind` does not use stay None.
-    """
-
-    theta: float = DEFAULT_ROPE_THETA
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_positions: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    @staticmethod
-    def from_hf(config: Mapping[str, Any], where: str) -> RopeConfig:
-        """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4).
-
-        Raises:
-          InputError: unknown type, unknown key, missing key, or the two places disagreeing.
-        """
-        nested, place = _rope_rule(config, where)
-        thetas = {float(value) for value in (nested.pop("rope_theta", None), config.get("rope_theta")) if value}
-        if len(thetas) > 1:
-            _refuse_two(f"rotary base (rope_theta) in {where}", " and ".join(map(str, sorted(thetas))))
-        if not thetas:
-            logger.warning("%s has no rope_theta; the default %g is used", where, DEFAULT_ROPE_THETA)
-        theta = thetas.pop() if thetas else DEFAULT_ROPE_THETA
-        kind = nested.pop("rope_type")
-        if kind not in ROPE_TYPES:
-            raise InputError(
-                expected=f"{place}.rope_type in {where} to be one of {', '.join(ROPE_TYPES)}",
-                found=repr(kind),
-                remedy="This rotary embedding is not implemented; use a checkpoint with one of the supported types.",
-            )
-        max_positions = config.get("max_position_embeddings")
-        fields: dict[str, Any] = {"theta": theta, "kind": kind}
-
-        def take(key: str, default: Any = None, required: bool = False) -> Any:
-            value = nested.pop(key, None)
-            if value is None and required:
-                raise InputError(
-                    expected=f"{place}.{key} in {where} (rope type {kind})",
-                    found="no such key",
-                    remedy="Add the value the model was trained with.",
-                )
-            return default if value is None else value
-
-        if kind != "default":
-            fields["factor"] = float(take("factor", required=True))
-        if kind in ("llama3", "yarn", "dynamic"):
-            original = take("original_max_position_embeddings", max_positions, required=kind == "llama3")
-            fields["original_max_positions"] = None if original is None else int(original)
-        if kind == "llama3":
-            fields["low_freq_factor"] = float(take("low_freq_factor", required=True))
-            fields["high_freq_factor"] = float(take("high_freq_factor", required=True))
-        if kind == "yarn":
-            for key in ("attention_factor", "mscale", "mscale_all_dim"):
-                value = take(key)
-                fields[key] = None if value is None else float(value)
-            fields["beta_fast"] = float(take("beta_fast", 32.0))
-            fields["beta_slow"] = float(take("beta_slow", 1.0))
-            fields["truncate"] = bool(take("truncate", True))
-        # Values left over must be harmless, or the rule would be applied differently from how it was written.
-        nested.pop("original_max_position_embeddings", None)
-        partial = nested.pop("partial_rotary_factor", None)
-        if nested or partial not in (None, 1, 1.0):
-            left = sorted(nested) + ([] if partial in (None, 1, 1.0) else ["partial_rotary_factor"])
-            raise InputError(
-                expected=f"only the keys of rope type {kind} in {where}'s {place}",
-                found=f"also {', '.join(left)}",
-                remedy="Remove them if they are meant to have no effect; otherwise this variant is not supported.",
-            )
-        return RopeConfig(**fields)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return `rope_theta` and `rope_scaling` (None if unscaled) in transformers-4 form, as every engine reads."""
-        if self.kind == "default":
-            return {"rope_theta": self.theta, "rope_scaling": None}
-        scaling: dict[str, Any] = {"rope_type": self.kind, "factor": self.factor}
-        if self.original_max_positions is not None:
-            scaling["original_max_position_embeddings"] = self.original_max_positions
-        names: dict[str, tuple[str, ...]] = {
-            "llama3": ("low_freq_factor", "high_freq_factor"),
-            "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        }
-        for name in names.get(self.kind, ()):
-            if getattr(self, name) is not None:
-                scaling[name] = getattr(self, name)
-        return {"rope_theta": self.theta, "rope_scaling": scaling}
-
-
-@dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """Shape and constants of a LLaMA-family target. Letters of the dimensions are those of docs/how-it-works.md."""
+    """Shape and constants of a LLaMA-family target. Letters of the dimensions are those of docs/how-it-works.md.
+
+    Attributes:
+      attention_bias: q, k and v have biases.
+      output_bias: so has the attention's output.
+      mlp_bias: so have the three feed-forward maps.
+      qk_norm: an RMSNorm over each head's queries and keys, before they are rotated (Qwen3).
+      sliding_window: tokens that each one may read back, itself included (Mistral); None for all. Sequences end there:
+        up to that length it has no effect, and beyond it nothing here applies it.
+      model_type: a key of TARGET_MODEL_TYPES.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -147,7 +63,11 @@ class TargetConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    model_type: str = "llama"
 
     @property
     def default_taps(self) -> tuple[int, ...]:
@@ -163,14 +83,18 @@ class TargetConfig:
 
     @property
     def context_limit(self) -> int:
-        """Longest sequence served, in tokens. Dynamic NTK beyond its original length would re-rotate old keys."""
-        if self.rope.kind == "dynamic" and self.rope.original_max_positions is not None:
-            return min(self.max_position_embeddings, self.rope.original_max_positions)
-        return self.max_position_embeddings
+        """Longest sequence served, in tokens.
+
+        Dynamic NTK beyond its original length would re-rotate old keys, and a sliding window would begin to bind.
+        """
+        limits = [self.max_position_embeddings, self.sliding_window]
+        if self.rope.kind == "dynamic":
+            limits.append(self.rope.original_max_positions)
+        return min(limit for limit in limits if limit is not None)
 
     @staticmethod
     def from_hf(config: Mapping[str, Any], where: str = "config.json") -> TargetConfig:
-        """Normalise a HuggingFace LLaMA config.
+        """Normalise the HuggingFace config of a family in TARGET_MODEL_TYPES.
 
         Args:
           config: parsed JSON.
@@ -183,6 +107,8 @@ class TargetConfig:
         need = lambda key: _required(config, key, where)
         hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
         head_dim = config.get("head_dim")
+        family = config["model_type"]
+        bias = family == "qwen2" or bool(config.get("attention_bias", False))
         result = TargetConfig(
             vocab_size=int(need("vocab_size")),
             hidden_size=hidden,
@@ -195,13 +121,20 @@ class TargetConfig:
             rope=RopeConfig.from_hf(config, where),
             max_position_embeddings=int(need("max_position_embeddings")),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            attention_bias=bias,
+            output_bias=bias and family != "qwen2",
+            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            sliding_window=int(config["sliding_window"])
+            if family == "mistral" and config.get("sliding_window")
+            else None,
+            model_type=family,
         )
         read = {field.name for field in dataclasses.fields(TargetConfig)} | {
             "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rope_theta", "rope_scaling",
             "rope_parameters", "model_type", "hidden_act", "eos_token_id", "sliding_window", "rope_interleaved",
-            "quantization_config", "partial_rotary_factor", "original_max_position_embeddings",
+            "quantization_config", "partial_rotary_factor", "original_max_position_embeddings", "layer_types",
+            "use_sliding_window", "max_window_layers",
         }  # fmt: skip
         unread = sorted(set(config) - read - _TARGET_KEYS_WITHOUT_EFFECT)
         if unread:
@@ -210,10 +143,16 @@ class TargetConfig:
         return result
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the keys of a HuggingFace LLaMA config (transformers-4 names, read by transformers 5 too)."""
+        """Return the keys of a HuggingFace config (transformers-4 names, read by transformers 5 too)."""
+        own: dict[str, dict[str, Any]] = {
+            "llama": {"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias},
+            "mistral": {"sliding_window": self.sliding_window},
+            "qwen2": {"use_sliding_window": False},
+            "qwen3": {"attention_bias": self.attention_bias, "use_sliding_window": False},
+        }
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [TARGET_MODEL_TYPES[self.model_type]],
+            "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -224,9 +163,8 @@ class TargetConfig:
             "rms_norm_eps": self.rms_norm_eps,
             "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
             "hidden_act": "silu",
+            **own[self.model_type],
             **self.rope.to_hf(),
         }
 
@@ -404,38 +342,6 @@ def _check_heads(config: TargetConfig | DraftConfig, where: str) -> None:
         )
 
 
-def _rope_rule(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
-    """The nested rotary settings, with their type under `rope_type`, and the key that holds them.
-
-    Exporters mirror them in both places, under both names of the type; two that disagree are refused, since engines
-    differ in which they follow. Two keys that transformers also looks for at the top are moved inside.
-    """
-    rules: dict[str, dict[str, Any]] = {}
-    for place in ("rope_parameters", "rope_scaling"):
-        rule = dict(config.get(place) or {})
-        if rule:
-            kinds = {kind for kind in (rule.pop("type", None), rule.pop("rope_type", None)) if kind is not None}
-            if len(kinds) > 1:
-                _refuse_two(f"rope type in {where}'s {place}", " and ".join(map(repr, sorted(map(str, kinds)))))
-            rules[place] = rule | {"rope_type": kinds.pop() if kinds else "default"}
-    if len(rules) == 2:
-        new, old = ({key: value for key, value in rule.items() if value is not None} for rule in rules.values())
-        if {"rope_theta": old.get("rope_theta"), **new} != {"rope_theta": new.get("rope_theta"), **old}:
-            _refuse_two(f"rotary rule in {where}", f"rope_parameters {new} and rope_scaling {old}")
-    place = next(iter(rules), "rope_scaling")
-    rule = rules.get(place, {"rope_type": "default"})
-    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
-        outer, inner = config.get(key), rule.get(key)
-        if None not in (outer, inner) and outer != inner:
-            _refuse_two(f"{key} in {where}", f"{outer} at the top and {inner} in {place}")
-        rule[key] = outer if inner is None else inner
-    return rule, place
-
-
-def _refuse_two(what: str, found: str) -> NoReturn:
-    raise InputError(expected=f"one {what}", found=found, remedy="Keep the right one and delete the other.")
-
-
 def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
     if "draft_vocab_size" in config:
         raise InputError(
@@ -457,14 +363,24 @@ def _refuse_other_models(config: Mapping[str, Any], where: str) -> None:
             found=repr(model_type),
             remedy="This architecture is not supported as a target.",
         )
+    layers = config.get("layer_types")
+    if layers and set(layers) != {"full_attention"}:
+        raise InputError(
+            expected=f"layer_types in {where} to be full_attention throughout",
+            found=", ".join(sorted(set(map(str, layers)))),
+            remedy="Layers of several kinds are not supported.",
+        )
+    # Mistral's window bounds the length of sequences. Qwen's keys name one that is off unless use_sliding_window.
+    windows = () if model_type in ("mistral", "qwen2", "qwen3") else (("sliding_window", (None,)),)
     for key, harmless in (
         ("hidden_act", (None, "silu")),
-        ("sliding_window", (None,)),
+        ("use_sliding_window", (None, False)),
         ("rope_interleaved", (None, False)),
+        *windows,
     ):
         if config.get(key) not in harmless:
             raise InputError(
                 expected=f"{key} {' or '.join(map(repr, harmless))} in {where}",
                 found=repr(config[key]),
-                remedy="This variant of LLaMA is not supported.",
+                remedy=f"This variant of {model_type} is not supported.",
             )

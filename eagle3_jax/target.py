@@ -25,7 +25,7 @@ from eagle3_jax.sharding import constrain
 
 @struct.dataclass
 class TargetLayer:
-    """Parameters of one decoder layer; biases are None where the config has none."""
+    """Parameters of one decoder layer; biases and the norms of heads, [H], are None where the config has none."""
 
     input_norm: jax.Array
     q: jax.Array
@@ -43,6 +43,8 @@ class TargetLayer:
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
+    q_norm: jax.Array | None = None
+    k_norm: jax.Array | None = None
 
 
 @struct.dataclass
@@ -107,8 +109,8 @@ def target_specs(config: TargetConfig) -> TargetParams:
             inputs = 2 if name == "self_attn.o_proj" else 1  # o_proj reads (N, H)
             return ParamSpec(shape, axes, f"model.layers.{index}.{name}.weight", inputs=inputs)
 
-        def norm(name: str) -> Any:
-            return ParamSpec((d,), ("norm",), f"model.layers.{index}.{name}.weight", init="ones")
+        def norm(name: str, width: int = d) -> Any:
+            return ParamSpec((width,), ("norm",), f"model.layers.{index}.{name}.weight", init="ones")
 
         def bias(name: str, present: bool, shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
             return ParamSpec(shape, axes, f"model.layers.{index}.{name}.bias", init="zeros") if present else None
@@ -127,10 +129,12 @@ def target_specs(config: TargetConfig) -> TargetParams:
             q_bias=bias("self_attn.q_proj", attn, (n, h), ("heads", "head_dim")),
             k_bias=bias("self_attn.k_proj", attn, (k, h), ("kv_heads", "head_dim")),
             v_bias=bias("self_attn.v_proj", attn, (k, h), ("kv_heads", "head_dim")),
-            o_bias=bias("self_attn.o_proj", attn, (d,), ("norm",)),
+            o_bias=bias("self_attn.o_proj", config.output_bias, (d,), ("norm",)),
             gate_bias=bias("mlp.gate_proj", mlp, (f,), ("mlp",)),
             up_bias=bias("mlp.up_proj", mlp, (f,), ("mlp",)),
             down_bias=bias("mlp.down_proj", mlp, (d,), ("norm",)),
+            q_norm=norm("self_attn.q_norm", h) if config.qk_norm else None,
+            k_norm=norm("self_attn.k_norm", h) if config.qk_norm else None,
         )
 
     embed: Any = ParamSpec((config.vocab_size, d), ("vocab", "embed"), "model.embed_tokens.weight", inputs=1)
@@ -152,6 +156,10 @@ def _layer_at(layers: tuple[TargetLayer, ...] | TargetLayer, index: int) -> Targ
 
 def _bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return x if bias is None else x + bias.reshape((1, 1, *bias.shape))
+
+
+def _head_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
+    return x if weight is None else rms_norm(x, weight, eps)
 
 
 def _mlp_block(layer: TargetLayer, x: jax.Array) -> jax.Array:
@@ -176,8 +184,9 @@ def _layer(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer; jitted so that it is traced once for all layers, which the compiler then inlines."""
     normed = rms_norm(x, layer.input_norm, eps)
-    q = rotate(_bias(linear(normed, layer.q), layer.q_bias), table)
-    k = rotate(_bias(linear(normed, layer.k), layer.k_bias), table).transpose(0, 2, 3, 1)
+    q = _head_norm(_bias(linear(normed, layer.q), layer.q_bias), layer.q_norm, eps)
+    k = _head_norm(_bias(linear(normed, layer.k), layer.k_bias), layer.k_norm, eps)
+    q, k = rotate(q, table), rotate(k, table).transpose(0, 2, 3, 1)
     v = _bias(linear(normed, layer.v), layer.v_bias).transpose(0, 2, 1, 3)
     if documents is not None:
         mixed = packed_attend(q, k, v, documents, kind=packed)

@@ -21,10 +21,10 @@ from safetensors.numpy import load_file, save_file
 
 from eagle3_jax import checkpoint
 from eagle3_jax.checkpoint import fingerprint, load_draft, load_target, save_draft
-from eagle3_jax.config import RopeConfig
 from eagle3_jax.draft import Draft
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import INDEX_FILE, SINGLE_FILE, SafetensorsFile, open_tensors, read_config
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.target import Target
 from eagle3_jax.vocab import vocab_from_ids
 from tests import tiny

@@ -13,9 +13,10 @@ import pytest
 from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
 
-from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import at, in_cloud, replace_file
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.training.checkpoint import RunFolder
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.reporting import Journal

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax.config import DEFAULT_ROPE_THETA, ROPE_TYPES, DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.errors import InputError
+from eagle3_jax.rope import DEFAULT_ROPE_THETA, ROPE_TYPES, RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 320, "hidden_size": 64,

@@ -16,7 +16,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle3_jax.attention import Segment, attend, causal_mask, packed_attend
 from eagle3_jax.cache import KVCache, commit, empty_cache
-from eagle3_jax.config import RopeConfig
 from eagle3_jax.draft import (
     Draft,
     draft_hidden,
@@ -28,6 +27,7 @@ from eagle3_jax.draft import (
     fuse,
 )
 from eagle3_jax.params import is_spec
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.target import Target
 from tests import tiny
 from tests.torch_reference import Reference, concatenated_mask, explicit_attention

@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from eagle3_jax.config import RopeConfig
 from eagle3_jax.layers import contract, linear, rms_norm, rope_frequencies, rope_table, rotate, swiglu
+from eagle3_jax.rope import RopeConfig
 
 MAX_POSITIONS = 512
 LLAMA3 = {

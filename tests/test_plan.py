@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from eagle3_jax import cli
-from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.flops import count_flops
 from eagle3_jax.hardware import CHIPS, GIB, Topology, find_topology
 from eagle3_jax.params import count_params
 from eagle3_jax.plan import PARTS, make_plan, shown, traffic
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.target import target_specs
 from eagle3_jax.training.abstract import abstract_run, trace_teacher, trace_update
 from eagle3_jax.training.config import TrainConfig, load_config, load_shape

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 
-from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.params import init_params, is_spec
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.target import Target, target_specs
 from eagle3_jax.training.loss import Batch
 from eagle3_jax.vocab import vocab_from_ids
@@ -26,12 +27,13 @@ T0: dict[str, Any] = {
 }  # fmt: skip
 
 
-def hf_target(seed: int = 0, *, scale: float = 4.0, **changes: Any) -> LlamaForCausalLM:
-    """A random HuggingFace LLaMA in fp32. Weights are `scale` times the usual, so that logits and attention differ
-    enough between tokens for a mistake to show."""
+def hf_target(seed: int = 0, *, scale: float = 4.0, family: str = "llama", **changes: Any) -> LlamaForCausalLM:
+    """A random HuggingFace LLaMA, or one of another family, in fp32. Weights are `scale` times the usual, so that
+    logits and attention differ enough between tokens for a mistake to show."""
     torch.manual_seed(seed)
-    config = LlamaConfig(**(T0 | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}} | changes))
-    model = LlamaForCausalLM(config).to(torch.float32).eval()
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    config = CONFIG_MAPPING[family](**(T0 | rope | changes))
+    model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.checkpoint import load_draft
-from eagle3_jax.config import DraftConfig, RopeConfig, TargetConfig
+from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import DraftParams, draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import SINGLE_FILE
 from eagle3_jax.params import init_params
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.target import Target
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.features import RowSource
