@@ -1,142 +1,25 @@
 """HuggingFace LLaMA folders with safetensors or pytorch_model*.bin files.
 
-The config goes through the library's own strict reader; the tensors must be exactly those that it implies. Nothing in
-a .bin file is executed: torch reads tensors only (`weights_only=True`).
+The config goes through the library's own strict reader; the tensors must be exactly those that it implies.
 """
 
 from __future__ import annotations
 
-import json
-import pickle
-import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from convert.gguf_tokenizer import tokenizer_files
-from convert.llama_folder import DTYPES, SAFETENSORS_DTYPES, LlamaSource, SourceTensor, licence_files, tensor_shapes
+from convert.llama_folder import DTYPES, LlamaSource, SourceTensor, licence_files, tensor_shapes
+from convert.weight_files import StoredTensor, open_weights, read_json, weight_files
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.errors import InputError
 from eagle3_jax.rope import DEFAULT_ROPE_THETA
 
 # Said by other keys of the config that is written, or about the program that wrote the old one.
 REPLACED_KEYS = {"rope_parameters", "dtype", "torch_dtype", "quantization_config", "transformers_version"}
-FETCH_AGAIN = "Fetch the folder again and compare its checksums."
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file: its shape, the name of its type, and how to read it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    load: Callable[[], np.ndarray]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(expected=f"the file {path}", found="none", remedy=FETCH_AGAIN) from error
-    except ValueError as error:
-        raise InputError(expected=f"JSON in {path}", found=str(error), remedy=FETCH_AGAIN) from error
-    if not isinstance(value, dict):
-        raise InputError(
-            expected=f"a JSON object in {path}", found=f"a {type(value).__name__}", remedy="Fetch it again."
-        )
-    return value
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the model's tensors: those of the index, else the one file, else all of the kind.
-
-    safetensors are preferred to .bin files. Empty when there are neither.
-    """
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index, single = folder / f"{stem}.{suffix}.index.json", folder / f"{stem}.{suffix}"
-        if index.is_file():
-            return [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
-        if single.is_file():
-            return [single]
-        if found := sorted(folder.glob("*.safetensors" if suffix == "safetensors" else "pytorch_model*.bin")):
-            return found
-    return []
-
-
-def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    names = {short: name for name, short in SAFETENSORS_DTYPES.items()}
-    try:
-        file = safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise InputError(
-            expected=f"a whole safetensors file at {path}", found=str(error), remedy=FETCH_AGAIN
-        ) from error
-
-    def stored(name: str) -> StoredTensor:
-        view = file.get_slice(name)
-        dtype = view.get_dtype()
-        return StoredTensor(tuple(view.get_shape()), names.get(dtype or "", str(dtype)), lambda: file.get_tensor(name))
-
-    return {name: stored(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-
-
-def _open_bin(path: Path) -> dict[str, StoredTensor]:
-    try:
-        import torch
-    except ImportError as error:
-        raise InputError(
-            expected="torch, to read a .bin file",
-            found=f"{path} and no torch",
-            remedy="Install it: pip install -e '.[torch]', or fetch the model's safetensors files.",
-        ) from error
-    damaged = (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError)
-    try:
-        # Files of the format before torch 1.6 are no archives and cannot be mapped.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except damaged as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(
-            expected=f"a file of tensors, and nothing else, at {path}",
-            found=f"one that torch does not read as such ({reason})",
-            remedy=FETCH_AGAIN,
-        ) from error
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise InputError(
-            expected=f"a state dictionary of tensors in {path}",
-            found="other objects in it",
-            remedy="Save the model's state_dict() alone.",
-        )
-
-    def stored(tensor: torch.Tensor) -> StoredTensor:
-        def load() -> np.ndarray:
-            if tensor.dtype != torch.bfloat16:
-                return tensor.contiguous().numpy()
-            return tensor.contiguous().view(torch.uint16).numpy().view(DTYPES["bfloat16"])
-
-        return StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), load)
-
-    return {name: stored(tensor) for name, tensor in content.items()}
-
-
-def open_weights(files: list[Path]) -> dict[str, StoredTensor]:
-    """All tensors of some weight files by name, not read yet; InputError for a missing or damaged file."""
-    tensors: dict[str, StoredTensor] = {}
-    for path in files:
-        if not path.is_file():
-            raise InputError(expected=f"the weight file {path}, named by the index", found="none", remedy=FETCH_AGAIN)
-        opened = _open_safetensors(path) if path.suffix == ".safetensors" else _open_bin(path)
-        if twice := sorted(set(opened) & set(tensors)):
-            raise InputError(
-                expected="each tensor in one file only",
-                found=f"{twice[0]} in {path.name} and in another",
-                remedy="Remove the weight files that do not belong to this model.",
-            )
-        tensors |= opened
-    return tensors
 
 
 def _some(label: str, names: list[str]) -> str:
@@ -201,7 +84,7 @@ def read_hf(folder: Path, tokenizer: Path | None) -> LlamaSource:
     Raises:
       InputError: a draft, a quantised or unsupported model, or files that do not fit together.
     """
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     config = TargetConfig.from_hf(raw, str(folder / "config.json"))
     files = weight_files(folder)
     if not files:
@@ -225,7 +108,7 @@ def read_hf(folder: Path, tokenizer: Path | None) -> LlamaSource:
     ):
         notes.append(f"no rope_theta in config.json: RoPE base {DEFAULT_ROPE_THETA:g}, the default of transformers")
     generation_file = folder / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    generation = read_json(generation_file) if generation_file.is_file() else {}
     ids = _token_ids(raw, generation)
     generation = {name: value for name, value in ids.items() if value is not None} | generation
     dtypes = {stored[tensor.name].dtype for tensor in tensors}

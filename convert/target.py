@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from convert.gguf_reader import read_gguf
-from convert.hf_reader import read_hf, weight_files
+from convert.hf_reader import read_hf
 from convert.llama_folder import DTYPES, LlamaSource, write_folder
+from convert.weight_files import weight_files
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import check_destination
 

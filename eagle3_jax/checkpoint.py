@@ -250,8 +250,8 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None, *, 
     dtype = target.params.embed.dtype if dtype is None else dtype
     specs, vocab_names = draft_specs(config), {"d2t", "t2d"}
     full = config.draft_vocab_size == config.vocab_size
-    own_embed = config.hidden_size != config.target_hidden_size
-    derived = {"lm_head.weight": "the target's head"} if full and not own_embed else {}
+    same_width = config.hidden_size == config.target_hidden_size
+    derived = {"lm_head.weight": "the target's head"} if full and same_width else {}
     decides = {"lm_head.weight": "draft_vocab_size", "fc.weight": "the number of taps"}
     params, read = _load_tree(specs, files, dtype, folder, derived, decides)
     if "d2t" not in files and not full:
@@ -275,7 +275,7 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None, *, 
         head = target.params.lm_head.astype(dtype)
         params = params.replace(lm_head=head[vocab.d2t] if offsets.any() else head)
     embed = target.params.embed.astype(dtype)
-    if own_embed:
+    if config.brings_embedding:
         spec = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), "embed_tokens.weight", inputs=1)
         embed, _ = _load_tree(spec, files, dtype, folder, {})
         vocab_names.add(spec.name)
@@ -328,7 +328,7 @@ def save_draft(folder: Path, draft: Draft, *, dtype: DTypeLike = jnp.bfloat16, f
         tensors[spec.name] = array.reshape(spec.file_shape)
     tensors["d2t"] = vocab_offsets(draft.vocab)
     tensors["t2d"] = np.asarray(draft.vocab.t2d)
-    if draft.config.hidden_size != draft.config.target_hidden_size:
+    if draft.config.brings_embedding:
         tensors["embed_tokens.weight"] = np.asarray(draft.embed).astype(jnp.dtype(dtype))
     config = draft.config.to_hf() | {"torch_dtype": jnp.dtype(dtype).name}
     with new_folder(folder, force=force) as part:

@@ -179,9 +179,12 @@ class DraftConfig:
       taps: boundaries IN(i) whose states are fused, ascending.
       trained_length: longest position the draft was trained on; None when not known.
       fc_norm: one RMSNorm on each tap before fusion (EAGLE-3.1).
+      norm_before_fc: one RMSNorm over all taps together before fusion (speculators, vLLM); not with `fc_norm`.
       norm_output: feed back the normed output instead of the raw one (EAGLE-3.1).
       norm_before_residual: the residual stream starts from the normed feature (speculators, vLLM).
       target_fingerprint: identifies the target's weights; see `checkpoint.fingerprint`.
+      own_embedding: the draft's token embedding is not the target's, though as wide.
+      sliding_window: slots that each one may read back (speculators); nothing here applies it, so drafting ends there.
     """
 
     vocab_size: int
@@ -201,6 +204,19 @@ class DraftConfig:
     norm_output: bool = False
     norm_before_residual: bool = False
     target_fingerprint: str | None = None
+    norm_before_fc: bool = False
+    own_embedding: bool = False
+    sliding_window: int | None = None
+
+    @property
+    def reach(self) -> int:
+        """Positions that can be drafted; beyond them tokens are decoded one by one."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    @property
+    def brings_embedding(self) -> bool:
+        """The draft's folder holds its token embedding, since the target's is another one or of another width."""
+        return self.own_embedding or self.hidden_size != self.target_hidden_size
 
     @staticmethod
     def for_target(target: TargetConfig, *, draft_vocab_size: int, **changes: Any) -> DraftConfig:
@@ -276,8 +292,17 @@ class DraftConfig:
             norm_output=bool(config.get("norm_output", False)),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             target_fingerprint=None if fingerprint is None else str(fingerprint),
+            norm_before_fc=bool(config.get("norm_before_fc", False)),
+            own_embedding=bool(config.get("own_embedding", False)),
+            sliding_window=int(config["sliding_window"]) if config.get("sliding_window") else None,
         )
         _check_heads(result, where)
+        if result.fc_norm and result.norm_before_fc:
+            raise InputError(
+                expected=f"one of fc_norm and norm_before_fc in {where}: both norm the taps before they are fused",
+                found="both",
+                remedy="Keep the one whose weights the folder holds: fc_norm.0.weight or input_norm.weight.",
+            )
         return result
 
     def to_hf(self) -> dict[str, Any]:
@@ -306,6 +331,9 @@ class DraftConfig:
             "trained_length": self.trained_length,
             "target_fingerprint": self.target_fingerprint,
         }
+        # Rare ones are left out when they say nothing: engines warn of keys, or stop at them.
+        rare = ("norm_before_fc", "own_embedding", "sliding_window")
+        result |= {key: getattr(self, key) for key in rare if getattr(self, key)}
         # SGLang and the official loader take the mere presence of this key to mean another width.
         if self.target_hidden_size != self.hidden_size:
             result["target_hidden_size"] = self.target_hidden_size
@@ -317,8 +345,8 @@ _DRAFT_KEYS = frozenset(
     architectures model_type num_hidden_layers vocab_size draft_vocab_size hidden_size target_hidden_size
     intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps
     max_position_embeddings tie_word_embeddings attention_bias rope_theta rope_scaling rope_parameters fc_norm
-    norm_output norm_before_residual taps trained_length target_fingerprint torch_dtype dtype bos_token_id
-    eos_token_id pad_token_id transformers_version
+    norm_output norm_before_residual norm_before_fc own_embedding sliding_window taps trained_length
+    target_fingerprint torch_dtype dtype bos_token_id eos_token_id pad_token_id transformers_version
     """.split()
 )
 

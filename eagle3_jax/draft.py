@@ -29,6 +29,7 @@ class DraftParams:
     Attributes:
       fc: [D, A*Dt], fuses the taps.
       fc_norm: A norms [Dt] on the taps before fusion, or None (EAGLE-3.1).
+      input_norm: [A*Dt], norm of all taps together before fusion, or None.
       embed_norm: [D], norm of the token embedding ("input_layernorm" in files).
       feature_norm: [D], norm of the feature ("hidden_norm" in files).
       q, k, v: [heads, H, 2D], from [embedding ; feature].
@@ -40,6 +41,7 @@ class DraftParams:
 
     fc: jax.Array
     fc_norm: tuple[jax.Array, ...] | None
+    input_norm: jax.Array | None
     embed_norm: jax.Array
     feature_norm: jax.Array
     q: jax.Array
@@ -105,6 +107,7 @@ def draft_specs(config: DraftConfig) -> DraftParams:
     return DraftParams(
         fc=matrix("fc", (d, taps * dt), ("embed", "features")),
         fc_norm=tuple(norm(f"fc_norm.{index}", dt) for index in range(taps)) if config.fc_norm else None,
+        input_norm=norm("input_norm", taps * dt) if config.norm_before_fc else None,
         embed_norm=norm("midlayer.input_layernorm"),
         feature_norm=norm("midlayer.hidden_norm"),
         q=matrix("midlayer.self_attn.q_proj", (n, h, 2 * d), ("heads", "head_dim", "embed")),
@@ -128,6 +131,8 @@ def fuse(draft: Draft, taps: jax.Array) -> jax.Array:
             parts = jnp.split(taps, len(config.taps), axis=-1)
             parts = [rms_norm(part, weight, config.rms_norm_eps) for part, weight in zip(parts, params.fc_norm)]
             taps = jnp.concatenate(parts, axis=-1)
+        elif params.input_norm is not None:
+            taps = rms_norm(taps, params.input_norm, config.rms_norm_eps)
         return constrain(linear(taps, params.fc), "batch", None, None)
 
 

@@ -114,7 +114,7 @@ def reach_of(drafter: Drafter | None) -> int | None:
     """Positions that the drafter was made for; None for any."""
     match drafter:
         case Draft():
-            return drafter.config.max_position_embeddings
+            return drafter.config.reach
         case SmallModel():
             return drafter.model.config.context_limit
         case Mixed():

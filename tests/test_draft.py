@@ -42,6 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm_output": {"norm_output": True},
     "norm_before_residual": {"norm_before_residual": True},
     "every_norm": {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "speculators": {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True},
     "one_key_value_head": {"num_kv_heads": 1},
     "every_head_its_own": {"num_kv_heads": 4},
     "head_dim": {"head_dim": 32},

@@ -60,11 +60,14 @@ class Reference:
         return self.tensors[f"{name}.weight"]
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """Low, middle, high (each normed first in EAGLE-3.1) joined, then one linear map."""
+        """Low, middle, high (each normed first in EAGLE-3.1) joined (and normed together), then one linear map."""
         parts = list(taps.double().chunk(self.taps, -1))
         if "fc_norm.0.weight" in self.tensors:
             parts = [rms_norm(part, self.weight(f"fc_norm.{i}"), self.eps) for i, part in enumerate(parts)]
-        return torch.cat(parts, -1) @ self.weight("fc").T
+        joined = torch.cat(parts, -1)
+        if "input_norm.weight" in self.tensors:
+            joined = rms_norm(joined, self.weight("input_norm"), self.eps)
+        return joined @ self.weight("fc").T
 
     def projections(self, feature: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The residual, and q, k, v [B, heads, T, H] of [embedding ; feature]."""
