@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from convert import draft_reader
 from convert.draft import convert, main
 from convert.draft_reader import read_draft
+from convert.weight_files import StoredTensor
 from eagle3_jax.checkpoint import fingerprint, load_draft, save_draft
 from eagle3_jax.draft import Draft
 from eagle3_jax.errors import InputError
@@ -264,3 +267,70 @@ def test_the_command_says_what_it_took_and_replaces_only_with_force(
     assert main([source, str(tmp_path / "b"), "--to", "canonical", "--set", "rope_theta"]) == 2
     assert main([source, str(tmp_path / "c"), "--to", "canonical", "--set", "rope_theta=5000"]) == 0
     assert json.loads((tmp_path / "c" / "config.json").read_text())["rope_theta"] == 5000
+
+
+def published(**changes: Any) -> dict[str, Any]:
+    """The config of an official draft for LLaMA-3.1-8B; a value of None takes a key out."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "draft_vocab_size": 32000,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
+        "tie_word_embeddings": False, "torch_dtype": "float16", "pad_token_id": 0,
+    } | changes  # fmt: skip
+    return {key: value for key, value in config.items() if value is not None}
+
+
+# Config, the width of the target, parameters in millions where the published size is known.
+PUBLISHED: dict[str, tuple[dict[str, Any], int, float | None]] = {
+    "LLaMA-3.1-8B": (published(), 4096, 424.7),
+    "R1-Distill-LLaMA-8B": (published(max_position_embeddings=131072), 4096, 424.7),
+    "Vicuna-13B": (
+        published(vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_attention_heads=40,
+                  num_key_value_heads=40, num_hidden_layers=40), 5120, 638.3,
+    ),
+    "LLaMA-3.3-70B": (
+        published(hidden_size=6144, target_hidden_size=8192, intermediate_size=16384, num_attention_heads=48,
+                  max_position_embeddings=131072), 8192, None,
+    ),
+    "Qwen3-8B": (
+        published(architectures=["Eagle3LlamaForCausalLM"], vocab_size=151936, intermediate_size=12288, head_dim=128,
+                  max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6), 4096, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_layouts_of_published_drafts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    config, target_width, millions = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").touch()
+    d, f, whole, size = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "draft_vocab_size"))
+    q = config["num_attention_heads"] * config.get("head_dim", d // config["num_attention_heads"])
+    kv = q // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer = {
+        "input_layernorm": (d,), "hidden_norm": (d,), "post_attention_layernorm": (d,), "self_attn.q_proj": (q, 2 * d),
+        "self_attn.k_proj": (kv, 2 * d), "self_attn.v_proj": (kv, 2 * d), "self_attn.o_proj": (d, q),
+        "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d), "mlp.down_proj": (d, f),
+    }  # fmt: skip
+    shapes = {f"midlayer.{module}.weight": shape for module, shape in layer.items()}
+    shapes |= {"fc.weight": (d, 3 * target_width), "norm.weight": (d,), "lm_head.weight": (size, d)}
+    if d != target_width:
+        shapes["embed_tokens.weight"] = (whole, d)
+
+    def never() -> np.ndarray:
+        raise AssertionError("a weight was read")
+
+    stored = {key: StoredTensor(shape, "float16", never) for key, shape in shapes.items()}
+    if size != whole:
+        flags = np.arange(whole) < size
+        stored["d2t"] = StoredTensor((size,), "int64", lambda: np.zeros(size, np.int64))
+        stored["t2d"] = StoredTensor((whole,), "bool", lambda: flags)
+    monkeypatch.setattr(draft_reader, "open_weights", lambda files: stored)
+    found = read_draft(tmp_path)
+    assert found.tap_count == 3
+    assert found.config.rope.theta == config.get("rope_theta", 10000)
+    assert found.config.target_hidden_size == target_width
+    assert {key: tensor.shape for key, tensor in found.tensors.items()} == shapes
+    if millions is not None:
+        parameters = sum(math.prod(shape) for shape in shapes.values())
+        assert parameters / 1e6 == pytest.approx(millions, abs=0.05)
