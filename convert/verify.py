@@ -104,7 +104,7 @@ def likely_causes(draft: Draft, target: Target) -> Iterator[tuple[str, str, Draf
     }
     if layers > 6 and len(config.taps) == 3:
         taps["the default taps"] = target.config.default_taps
-    for name, ids in taps.items():
+    for ids, name in {ids: name for name, ids in taps.items()}.items():
         if ids != config.taps and ids[0] >= 0 and ids[-1] <= layers:
             yield name, f"--set taps={json.dumps(list(ids))}", changed(taps=ids)
     ropes = {
