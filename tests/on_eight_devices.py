@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
+import re
 import shutil
 import sys
 from functools import partial
@@ -18,7 +20,7 @@ import numpy as np
 import optax
 
 from eagle3_jax.attention import packed_attend
-from eagle3_jax.checkpoint import load_target
+from eagle3_jax.checkpoint import load_target, read_target_config
 from eagle3_jax.draft import draft_specs
 from eagle3_jax.sharding import (
     by_rows,
@@ -30,6 +32,8 @@ from eagle3_jax.sharding import (
 from eagle3_jax.splash import splash_attend
 from eagle3_jax.target import Target
 from eagle3_jax.training import loop
+from eagle3_jax.training import step as step_room
+from eagle3_jax.training.abstract import abstract_run, trace_teacher
 from eagle3_jax.training.checkpoint import RunFolder
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.head import soft_cross_entropy
@@ -143,6 +147,7 @@ def updates(folder: Path, mesh: Any, count: int) -> tuple[Any, list[float], Trai
 
 def check_gradients(folder: Path, meshes: list[Sizes]) -> None:
     """Loss, metrics and gradients on every mesh as on one device; large arrays really split."""
+    step_room.ARGMAX_CHUNK = 5  # several chunks, that do not divide evenly
     alone, argmax = gradients(folder, None)
     assert float(alone[3].trained[0]) > 20
     swept = head_alone()
@@ -211,6 +216,24 @@ def check_splash(folder: Path, meshes: list[Sizes]) -> None:
         for leaf in jax.tree.leaves(expected):
             assert float(jnp.abs(leaf).max()) > 1e-2
         close(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), found), expected, tolerance)
+
+
+def check_argmax(folder: Path, meshes: list[Sizes]) -> None:
+    """On a mesh each device makes the logits of as many tokens at a time as one device alone does."""
+    vocab, shape = 16384, read_target_config(folder)
+    shape = dataclasses.replace(shape, vocab_size=vocab, max_position_embeddings=2048)
+    for sizes in meshes:
+        config = dataclasses.replace(
+            CONFIG, mesh=sizes, taps=(0, 1, 2), draft_vocab_size=96, row_length=1536, batch_rows=8,
+            schedule=((CONFIG.updates, 1),),
+        )  # fmt: skip
+        mesh = mesh_of(sizes)
+        with entered(mesh):
+            text = trace_teacher(abstract_run(config, shape, mesh, "cpu")).lower().compile().as_text()
+        own = vocab // mesh.shape["tensor"]
+        logits = {tuple(map(int, found.split(","))) for found in re.findall(rf"f32\[([\d,]+,{own})\]", text)}
+        most = max(math.prod(dims[:-1]) for dims in logits)
+        assert most == step_room.ARGMAX_CHUNK, (sizes, logits)
 
 
 class Stopped(Exception):
@@ -292,6 +315,7 @@ if __name__ == "__main__":
     jax.config.update("jax_numpy_rank_promotion", "raise")
     checks = {
         "gradients": check_gradients, "undivided": check_undivided, "updates": check_updates,
-        "splash": check_splash, "restores": check_restores, "loading": check_loading, "runs": check_runs,
+        "splash": check_splash, "argmax": check_argmax, "restores": check_restores, "loading": check_loading,
+        "runs": check_runs,
     }  # fmt: skip
     checks[sys.argv[1]](Path(sys.argv[2]), [tuple(map(int, sizes.split(","))) for sizes in sys.argv[3:]])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from eagle3_jax.checkpoint import load_draft, load_target, read_target_config, s
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import draft_specs
 from eagle3_jax.files import SafetensorsFile
-from eagle3_jax.params import is_spec
+from eagle3_jax.params import ParamSpec, is_spec
 from eagle3_jax.sharding import AXES, abstract_placed, entered, make_mesh, place, replicated, shardings
 from eagle3_jax.target import target_specs
 from eagle3_jax.training import loop
@@ -157,9 +159,32 @@ class Recorded(np.ndarray):
         return np.asarray(self).copy()
 
 
+@contextmanager
+def recorded() -> Iterator[dict[str, set[Any]]]:
+    """Which parts of which tensors are read meanwhile, by FOLDER/NAME."""
+    view, read = SafetensorsFile.view, {}
+
+    def note(file: SafetensorsFile, name: str) -> Any:
+        array = view(file, name).view(Recorded)
+        array.read = read.setdefault(f"{file.path.parent.name}/{name}", set())
+        return array
+
+    SafetensorsFile.view = note
+    try:
+        yield read
+    finally:
+        SafetensorsFile.view = view
+
+
+def parts_of(spec: ParamSpec, mesh: Mesh) -> set[Any]:
+    """The parts of a tensor that the devices of a mesh hold."""
+    parts = shardings(spec, mesh).devices_indices_map(spec.shape).values()
+    return {tuple(one.indices(size) for one, size in zip(part, spec.shape, strict=True)) for part in parts}
+
+
 def check_loading(folder: Path, meshes: list[Sizes]) -> None:
     """Of every tensor exactly the parts are read that devices hold, of a target in both forms and of drafts."""
-    plain, view, read = load_target(folder), SafetensorsFile.view, {}
+    plain = load_target(folder)
     whole = tiny.draft(plain, size=plain.config.vocab_size)
     rng = np.random.default_rng(0)
     shuffled = vocab_from_ids(rng.permutation(plain.config.vocab_size), plain.config.vocab_size)
@@ -169,11 +194,6 @@ def check_loading(folder: Path, meshes: list[Sizes]) -> None:
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "headless" / "model.safetensors")
 
-    def recorded(file: SafetensorsFile, name: str) -> Any:
-        array = view(file, name).view(Recorded)
-        array.read = read.setdefault(name, set())
-        return array
-
     specs: Any = target_specs(plain.config)
     drafts = {name: load_draft(folder / name, plain) for name in ("draft", "headless")}
     for sizes in meshes:
@@ -182,24 +202,19 @@ def check_loading(folder: Path, meshes: list[Sizes]) -> None:
         loads: list[tuple[Any, Any, Any]] = []
         for layers in ("stacked", "each"):
             load = partial(load_target, folder, mesh=mesh, layers=layers)
-            loads.append((load, load_target(folder, layers=layers), specs))
+            loads.append((load, load_target(folder, layers=layers), (folder, specs)))
         for name, draft in drafts.items():
-            loads.append((partial(load_draft, folder / name, target, mesh=mesh), draft, draft_specs(draft.config)))
-        for load, expected, tree in loads:
-            read.clear()
-            SafetensorsFile.view = recorded
-            with entered(mesh):
+            load = partial(load_draft, folder / name, target, mesh=mesh)
+            loads.append((load, draft, (folder / name, draft_specs(draft.config))))
+        for load, expected, (where, tree) in loads:
+            with entered(mesh), recorded() as read:
                 found = load()
-            SafetensorsFile.view = view
             pairs = zip(jax.tree.leaves_with_path(found.params), jax.tree.leaves(expected.params), strict=True)
             for (path, one), other in pairs:
                 np.testing.assert_array_equal(one, other)
                 norm = "norm" in jax.tree_util.keystr(path)
                 assert max(held(one)) == one.nbytes / (1 if norm else sizes[1] * sizes[2])
             for spec in jax.tree.leaves(tree, is_leaf=is_spec):
-                parts = shardings(spec, mesh).devices_indices_map(spec.shape).values()
-                exactly = {
-                    tuple(one.indices(size) for one, size in zip(part, spec.shape, strict=True)) for part in parts
-                }
-                absent = spec.name == "lm_head.weight" and expected is drafts["headless"]
-                assert read.get(spec.name) == (None if absent else exactly), spec.name
+                absent = spec.name == "lm_head.weight" and where.name == "headless"
+                exactly = None if absent else parts_of(spec, mesh)
+                assert read.get(f"{where.name}/{spec.name}") == exactly, spec.name
