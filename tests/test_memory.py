@@ -18,7 +18,7 @@ from eagle3_jax.config import TargetConfig
 from eagle3_jax.rope import RopeConfig
 from eagle3_jax.training.abstract import abstract_run, device_bytes, trace_teacher, trace_update
 from eagle3_jax.training.config import TrainConfig, load_config, load_shape
-from eagle3_jax.training.head import soft_cross_entropy
+from eagle3_jax.training.head import HEAD_CHUNK, soft_cross_entropy
 
 PATH = Path(__file__).parents[1] / "configs" / "llama_3_1_8b.py"
 SHAPE = load_shape(PATH)
@@ -36,12 +36,11 @@ SMALL_RUN = TrainConfig(
 
 
 def assert_no_array_of(text: str, count: int, weights: Any) -> None:
-    """No array of a compiled program has so many elements, but for those of a weight's shape."""
-    true = lambda shape: tuple(sorted(size for size in shape if size > 1))
-    known = {true(leaf.shape) for leaf in jax.tree.leaves(weights)}
+    """No array of a compiled program has so many elements, but for those as large as a weight."""
     found = {tuple(map(int, sizes.split(","))) for sizes in re.findall(r"\b(?:f|bf|s|u)\d+\[([\d,]+)\]", text)}
     assert len(found) > 20
-    assert [shape for shape in found if math.prod(shape) >= count and true(shape) not in known] == []
+    known = {leaf.size for leaf in jax.tree.leaves(weights)}
+    assert [shape for shape in found if math.prod(shape) >= count and math.prod(shape) not in known] == []
 
 
 @pytest.mark.parametrize("program", ["teacher", "update"])
@@ -106,9 +105,9 @@ def test_temporary_memory_grows_with_the_length_and_not_with_its_square(remateri
     for length in lengths:
         program = compiled(config_of(length, rematerialise=rematerialise))
         sizes.append(program.memory_analysis().temp_size_in_bytes)
-        # No logits of all tokens and steps; the head's own gradient is [4096, 32000].
-        run = abstract_run(config_of(length), SHAPE, None, "cpu")  # type: ignore[arg-type]
-        assert_no_array_of(program.as_text(), length * 32000, (run.target, run.state))
+        if length > 7 * HEAD_CHUNK:  # shorter rows have fewer logits than a chunk at all steps
+            run = abstract_run(config_of(length), SHAPE, None, "cpu")  # type: ignore[arg-type]
+            assert_no_array_of(program.as_text(), length * 32000, (run.target, run.state))
     print(rematerialise, [f"{size / 2**30:.2f} GiB" for size in sizes])
     for one, two in pairwise(sizes):
         assert two <= 2.2 * one
