@@ -36,33 +36,27 @@ from eagle3_jax.files import (
     read_config,
 )
 from eagle3_jax.params import ParamSpec, is_spec
-from eagle3_jax.sharding import shardings
+from eagle3_jax.sharding import place, replicated, shardings
 from eagle3_jax.target import Target, TargetLayer, stack_specs, target_specs
-from eagle3_jax.vocab import vocab_from_offsets, vocab_offsets
+from eagle3_jax.vocab import DraftVocab, vocab_from_offsets, vocab_offsets
 
 logger = logging.getLogger(__name__)
 
 
-def _load_tree(
+def _check_tree(
     specs: Any,
     files: Mapping[str, SafetensorsFile],
-    dtype: DTypeLike,
     where: Path,
     derived: Mapping[str, str],
     decides: Mapping[str, str] = MappingProxyType({}),
-    mesh: Mesh | None = None,
-    *,
-    stacked: bool = False,
-) -> tuple[Any, set[str]]:
-    """Load every spec's tensor; on a mesh each process reads what its devices hold.
-
-    `stacked` joins the layers of a target.
+) -> set[str]:
+    """The names of an abstract tree's tensors, each of which is there in the right form.
 
     `derived` maps tensors that may be absent to the rule that replaces them, `decides` tensors to the key of the config
     that their shape follows from.
     """
     problems = []
-    leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     for spec in leaves:
         if spec.name not in files:
             if spec.name not in derived:
@@ -78,6 +72,21 @@ def _load_tree(
             found="; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
             remedy="Weights and config do not belong together, or the folder is of another kind of model.",
         )
+    return {spec.name for spec in leaves}
+
+
+def _load_tree(
+    specs: Any,
+    files: Mapping[str, SafetensorsFile],
+    dtype: DTypeLike,
+    mesh: Mesh | None,
+    *,
+    stacked: bool = False,
+) -> Any:
+    """Load every spec's tensor, None where there is none; on a mesh each process reads what its devices hold.
+
+    `stacked` joins the layers of a target.
+    """
 
     def load(spec: ParamSpec) -> jax.Array | None:
         if spec.name not in files:
@@ -98,12 +107,11 @@ def _load_tree(
             return jnp.asarray(read((slice(None),)))
         return jax.make_array_from_callback(spec.shape, shardings(spec, mesh), read)
 
-    names = {spec.name for spec in leaves}
     if not stacked:
-        return jax.tree.unflatten(treedef, [load(spec) for spec in leaves]), names
+        return jax.tree.map(load, specs, is_leaf=is_spec)
     layers = jax.tree.map(load_stack, stack_specs(specs.layers), *specs.layers, is_leaf=is_spec)
     rest = jax.tree.map(load, dataclasses.replace(specs, layers=()), is_leaf=is_spec)
-    return dataclasses.replace(rest, layers=layers), names
+    return dataclasses.replace(rest, layers=layers)
 
 
 def _refuse_unread(
@@ -159,10 +167,8 @@ def load_target(
                 folder, head.name,
             )  # fmt: skip
         files = {name: file for name, file in files.items() if name != head.name}
-    params, read = _load_tree(
-        specs, files, dtype, folder, {head.name: "tied embedding"} if tied else {}, mesh=mesh,
-        stacked=layers == "stacked",
-    )  # fmt: skip
+    read = _check_tree(specs, files, folder, {head.name: "tied embedding"} if tied else {})
+    params = _load_tree(specs, files, dtype, mesh, stacked=layers == "stacked")
     # Old exports hold the rotary table, which follows from the config.
     _refuse_unread(files, read, folder, lambda name: name.endswith("rotary_emb.inv_freq"))
     if tied:
@@ -203,23 +209,27 @@ def _mark(norms: Sequence[Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None, *, mark: str | None = None) -> Draft:
-    """Load a canonical draft folder for a target.
+def read_draft(folder: Path, target: TargetConfig) -> tuple[DraftConfig, DraftVocab]:
+    """Shape and vocabulary of a draft folder for a target; no weights are read. Raises as `load_draft`."""
+    config, vocab, _ = _open_draft(folder, target)
+    return config, vocab
 
-    Args:
-      folder: config.json and model.safetensors as `save_draft` writes them.
-      target: lends its embedding, and must have the draft's vocabulary, width and taps.
-      dtype: of the parameters in memory; the target's by default.
 
-    Raises:
-      InputError: missing, unread or misshapen tensors, a draft of another vocabulary or width, an invalid map.
-    """
+def _embed_spec(config: DraftConfig) -> ParamSpec | None:
+    """The embedding of a draft that brings its own; None where the target lends its."""
+    if not config.brings_embedding:
+        return None
+    return ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), "embed_tokens.weight", inputs=1)
+
+
+def _open_draft(folder: Path, target: TargetConfig) -> tuple[DraftConfig, DraftVocab, Mapping[str, SafetensorsFile]]:
+    """Shape, vocabulary and tensors of a draft folder, all of them checked."""
     where = folder / "config.json"
     config = DraftConfig.from_hf(read_config(folder), str(where))
     files = open_tensors(folder)
     for key, ours, theirs in (
-        ("vocab_size", config.vocab_size, target.config.vocab_size),
-        ("hidden width", config.target_hidden_size, target.config.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("hidden width", config.target_hidden_size, target.hidden_size),
     ):
         if ours != theirs:
             raise InputError(
@@ -228,32 +238,23 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None, *, 
                 remedy="The draft was made for another target; pass the one it belongs to.",
             )
     if not config.taps:
-        config = _guess_taps(config, files, target.config, where)
+        config = _guess_taps(config, files, target, where)
     if (
-        max(config.taps) > target.config.num_layers + 1
+        max(config.taps) > target.num_layers + 1
         or min(config.taps) < 0
         or list(config.taps) != sorted(set(config.taps))
     ):
         raise InputError(
-            expected=f"ascending taps between 0 and {target.config.num_layers}, the target's number of layers (or one "
+            expected=f"ascending taps between 0 and {target.num_layers}, the target's number of layers (or one "
             "more, its final hidden state)",
             found=f"taps {list(config.taps)} in {where}",
             remedy="The draft was made for another target; pass the one it belongs to.",
         )
-    mark = mark or fingerprint(target)
-    if config.target_fingerprint not in (None, mark):
-        logger.warning(
-            "%s was trained for another target of the same shape (fingerprint %s, this target %s): answers stay right, "
-            "but few drafts may be accepted",
-            folder, config.target_fingerprint, mark,
-        )  # fmt: skip
-    dtype = target.params.embed.dtype if dtype is None else dtype
-    specs, vocab_names = draft_specs(config), {"d2t", "t2d"}
-    full = config.draft_vocab_size == config.vocab_size
+    full, embed = config.draft_vocab_size == config.vocab_size, _embed_spec(config)
     same_width = config.hidden_size == config.target_hidden_size
     derived = {"lm_head.weight": "the target's head"} if full and same_width else {}
     decides = {"lm_head.weight": "draft_vocab_size", "fc.weight": "the number of taps"}
-    params, read = _load_tree(specs, files, dtype, folder, derived, decides)
+    names = _check_tree(draft_specs(config), files, folder, derived, decides)
     if "d2t" not in files and not full:
         raise InputError(
             expected=f"d2t in {folder}: its vocabulary has {config.draft_vocab_size} of {config.vocab_size} tokens",
@@ -270,16 +271,52 @@ def load_draft(folder: Path, target: Target, dtype: DTypeLike | None = None, *, 
         )
     member = files["t2d"]["t2d"] if "t2d" in files else None
     vocab = vocab_from_offsets(offsets, config.vocab_size, member, f"d2t of {folder}")
+    if embed is not None:
+        names |= _check_tree(embed, files, folder, {})
+    _refuse_unread(files, names | {"d2t", "t2d"}, folder, lambda name: False)
+    return config, vocab, files
+
+
+def load_draft(
+    folder: Path,
+    target: Target,
+    dtype: DTypeLike | None = None,
+    *,
+    mark: str | None = None,
+    mesh: Mesh | None = None,
+) -> Draft:
+    """Load a canonical draft folder for a target.
+
+    Args:
+      folder: config.json and model.safetensors as `save_draft` writes them.
+      target: lends its embedding, and must have the draft's vocabulary, width and taps.
+      dtype: of the parameters in memory; the target's by default.
+      mark: `fingerprint` of the target, where it is known.
+      mesh: where to, and where the target is; None is jax's default device.
+
+    Raises:
+      InputError: missing, unread or misshapen tensors, a draft of another vocabulary or width, an invalid map.
+    """
+    config, vocab, files = _open_draft(folder, target.config)
+    mark = mark or fingerprint(target)
+    if config.target_fingerprint not in (None, mark):
+        logger.warning(
+            "%s was trained for another target of the same shape (fingerprint %s, this target %s): answers stay right, "
+            "but few drafts may be accepted",
+            folder, config.target_fingerprint, mark,
+        )  # fmt: skip
+    dtype = target.params.embed.dtype if dtype is None else dtype
+    params = _load_tree(draft_specs(config), files, dtype, mesh)
     if params.lm_head is None:
         logger.warning("%s has no lm_head; its vocabulary is the target's, whose head is used", folder)
-        head = target.params.lm_head.astype(dtype)
-        params = params.replace(lm_head=head[vocab.d2t] if offsets.any() else head)
-    embed = target.params.embed.astype(dtype)
-    if config.brings_embedding:
-        spec = ParamSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), "embed_tokens.weight", inputs=1)
-        embed, _ = _load_tree(spec, files, dtype, folder, {})
-        vocab_names.add(spec.name)
-    _refuse_unread(files, read | vocab_names, folder, lambda name: False)
+        head, ids = target.params.lm_head.astype(dtype), np.asarray(vocab.d2t)
+        if (ids != np.arange(ids.size)).any():
+            head = jax.jit(lambda head, ids: head[ids], out_shardings=head.sharding)(head, ids)
+        params = params.replace(lm_head=head)
+    spec = _embed_spec(config)
+    embed = target.params.embed.astype(dtype) if spec is None else _load_tree(spec, files, dtype, mesh)
+    if mesh is not None:
+        vocab = place(vocab, replicated(mesh))
     return Draft(params=params, vocab=vocab, embed=embed, config=config)
 
 

@@ -46,7 +46,7 @@ def make_mesh(shape: Sequence[int], *, slices: int = 1, devices: Sequence[Any] |
 
     Args:
       shape: sizes of data, fsdp and tensor within a slice.
-      slices: how many slices; devices that do not say which slice they are in are counted by process.
+      slices: how many slices; where devices do not say that they are in so many, they are told apart by process.
       devices: default all.
 
     Raises:
@@ -65,7 +65,8 @@ def make_mesh(shape: Sequence[int], *, slices: int = 1, devices: Sequence[Any] |
     if slices == 1:
         grid = mesh_utils.create_device_mesh(sizes, devices=devices, allow_split_physical_axes=True)
     else:
-        known = hasattr(devices[0], "slice_index")
+        # Devices of one machine may all say that they are in one slice, whatever processes drive them.
+        known = len({getattr(device, "slice_index", None) for device in devices}) == slices
         try:
             grid = mesh_utils.create_hybrid_device_mesh(
                 (1, *shape), (slices, 1, 1, 1), devices=devices, process_is_granule=not known,
@@ -73,7 +74,7 @@ def make_mesh(shape: Sequence[int], *, slices: int = 1, devices: Sequence[Any] |
             )  # fmt: skip
         except ValueError as error:
             raise InputError(
-                expected=f"devices in {slices} {'slices' if known else 'processes'}",
+                expected=f"devices in {slices} slices, or of {slices} processes",
                 found=str(error).splitlines()[0],
                 remedy="Set --slices to the number of slices (or of nodes with one process each), or leave it out.",
             ) from error
@@ -140,6 +141,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes that split rows."""
     return tuple(name for name in BATCH if sizes[name] > 1)
+
+
+def row_parts(rows: int) -> int:
+    """Inside a program: into how many parts the mesh splits the rows of a batch; 1 without a mesh."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    parts = math.prod(sizes[name] for name in BATCH) if sizes else 1
+    return 1 if rows % parts else parts
 
 
 def place(tree: Any, places: Any) -> Any:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import math
+import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +19,46 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from eagle3_jax.checkpoint import load_target
+from eagle3_jax.attention import packed_attend
+from eagle3_jax.checkpoint import load_target, read_target_config
 from eagle3_jax.draft import draft_specs
-from eagle3_jax.sharding import by_rows, entered, make_mesh, place, replicated, shardings
+from eagle3_jax.sharding import (
+    by_rows,
+    entered,
+    place,
+    replicated,
+    shardings,
+)
+from eagle3_jax.splash import splash_attend
 from eagle3_jax.target import Target
 from eagle3_jax.training import loop
-from eagle3_jax.training.checkpoint import RunFolder, abstract_state
+from eagle3_jax.training import step as step_room
+from eagle3_jax.training.abstract import abstract_run, trace_teacher
+from eagle3_jax.training.checkpoint import RunFolder
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.head import soft_cross_entropy
 from eagle3_jax.training.loss import find_slots, training_time_test_loss
-from eagle3_jax.training.setup import stack_batches
+from eagle3_jax.training.setup import prepare, stack_batches
 from eagle3_jax.training.start import label_head
-from eagle3_jax.training.step import Teacher, TrainState, make_optimizer, make_train_step, target_features
-from tests import tiny
+from eagle3_jax.training.step import (
+    Teacher,
+    TrainState,
+    init_optimizer,
+    make_train_step,
+    optimizer_of,
+    target_features,
+)
+from tests import tiny, tiny_tokenizers
+from tests.placed import CONFIG, Sizes, check_loading, check_places, check_restores, held, mesh_of
 
-Sizes = tuple[int, ...]
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 128}
 STEPS = 3
 
 
-def models(folder: Path, mesh: Any = None) -> tuple[Target, Any]:
-    """The target from its folder and a random draft, placed on the mesh."""
+def models(folder: Path, mesh: Any = None, size: int = 96) -> tuple[Target, Any]:
+    """The target from its folder and a random draft with a vocabulary of some size, placed on the mesh."""
     target = load_target(folder, mesh=mesh)
-    draft = tiny.draft(load_target(folder))
+    draft = tiny.draft(load_target(folder), size=size)
     if mesh is not None:
         draft = draft.replace(
             params=jax.device_put(draft.params, shardings(draft_specs(draft.config), mesh)),
@@ -73,10 +94,13 @@ def close(one: Any, other: Any, tolerance: float) -> None:
         )  # fmt: skip
 
 
-def gradients(folder: Path, mesh: Any) -> Any:
-    """Features, loss, sums of metrics and gradients of one batch."""
-    target, draft = models(folder, mesh)
+def gradients(folder: Path, mesh: Any, size: int = 96) -> Any:
+    """Features, loss, sums of metrics and gradients of one batch; the rows of it lie apart."""
+    target, draft = models(folder, mesh, size)
     batch = batch_of(target, draft, mesh)
+    if mesh is not None:
+        parts = mesh.size // mesh.shape["tensor"]
+        assert all(leaf.sharding.shard_shape(leaf.shape)[0] * parts == leaf.shape[0] for leaf in jax.tree.leaves(batch))
     slots = find_slots(batch.spans, batch.argmax, draft.vocab.t2d, STEPS)
 
     @jax.jit
@@ -108,7 +132,8 @@ def updates(folder: Path, mesh: Any, count: int) -> tuple[Any, list[float], Trai
     """Parameters and losses after some updates of two micro-batches each."""
     target, draft = models(folder, mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3, eps=1e-3))
-    state = TrainState(draft.params, optimizer.init(draft.params), jnp.int32(0), jnp.int32(0))
+    number = jnp.int32(0) if mesh is None else place(np.int32(0), replicated(mesh))
+    state = TrainState(draft.params, init_optimizer(optimizer, draft.params, mesh), number, number + 0)
     step, teacher = make_train_step(optimizer, decay=0.8), Teacher(label_head(target, draft.vocab))
     losses = []
     for update in range(count):
@@ -120,35 +145,31 @@ def updates(folder: Path, mesh: Any, count: int) -> tuple[Any, list[float], Trai
     return state.params, losses, state
 
 
-def held(tree: Any) -> list[int]:
-    """Bytes of a tree on each device."""
-    found = dict.fromkeys(range(8), 0)
-    for leaf in jax.tree.leaves(tree):
-        for shard in leaf.addressable_shards:
-            found[shard.device.id] += shard.data.nbytes
-    return list(found.values())
-
-
 def check_gradients(folder: Path, meshes: list[Sizes]) -> None:
     """Loss, metrics and gradients on every mesh as on one device; large arrays really split."""
+    step_room.ARGMAX_CHUNK = 5  # several chunks, that do not divide evenly
     alone, argmax = gradients(folder, None)
     assert float(alone[3].trained[0]) > 20
     swept = head_alone()
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(models(folder)[0].params))
     for sizes in meshes:
-        mesh = make_mesh(sizes)
+        mesh = mesh_of(sizes)
         with entered(mesh):
             found, said = gradients(folder, mesh)
             close(found, alone, 1e-5)
             np.testing.assert_array_equal(said, argmax)
             close(head_alone(), swept, 1e-5)
             target, draft = models(folder, mesh)
-        print(sizes, "target: bytes on each device", held(target.params), "of", whole)
-        parts = sizes[1] * sizes[2]
+            opt_state = init_optimizer(optimizer_of(CONFIG), draft.params, mesh)
+        parts = mesh.shape["fsdp"] * mesh.shape["tensor"]
         for path, leaf in jax.tree.leaves_with_path((target.params, draft.params)):
             split = leaf.sharding.shard_shape(leaf.shape) != leaf.shape
             assert split == (parts > 1 and leaf.ndim > 1), jax.tree_util.keystr(path)
-        assert max(held(target.params)) < 1.1 * whole / parts if parts > 1 else min(held(target.params)) == whole
+        number = place(np.int32(0), replicated(mesh))
+        check_places(TrainState(draft.params, opt_state, number, number), draft.config, mesh)
+        for name, tree in (("target", target.params), ("optimiser", opt_state)):
+            whole = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+            print(sizes, f"{name}: bytes on each device", held(tree), "of", whole)
+            assert max(held(tree)) < 1.1 * whole / parts if parts > 1 else min(held(tree)) == whole
 
 
 def check_updates(folder: Path, meshes: list[Sizes]) -> None:
@@ -156,26 +177,99 @@ def check_updates(folder: Path, meshes: list[Sizes]) -> None:
     after_five, _, _ = updates(folder, None, 5)
     _, losses, _ = updates(folder, None, 20)
     for sizes in meshes:
-        mesh = make_mesh(sizes)
+        mesh = mesh_of(sizes)
         with entered(mesh):
             found, _, state = updates(folder, mesh, 5)
             close(found, after_five, 1e-5)
-            for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(models(folder, mesh)[1].params)):
-                assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+            check_places(state, models(folder)[1].config, mesh)
             np.testing.assert_allclose(updates(folder, mesh, 20)[1], losses, rtol=1e-4)
+
+
+def check_splash(folder: Path, meshes: list[Sizes]) -> None:
+    """The TPU's kernel, each device on its own rows and heads, against all scores at once: values and gradients."""
+    length, steps = 128, 2
+    rng = np.random.default_rng(0)
+    documents = np.ones((4, length), np.int32)
+    documents[:, 60:], documents[1, 110:] = 2, 0
+    for sizes, heads, kv_heads, dtype, tolerance in (
+        *((sizes, 4, 2, jnp.float32, 1e-5) for sizes in meshes),
+        (meshes[0], 3, 1, jnp.float32, 1e-5),  # heads that do not divide: whole on every device
+        (meshes[0], 4, 2, jnp.bfloat16, 2e-2),
+    ):
+        draw = lambda *shape, dtype=dtype: jnp.asarray(rng.standard_normal(shape), dtype)
+        q, weight = draw(4, length, heads, 128), draw(4, length, heads, 128)
+        runs = [(draw(4, kv_heads, 128, length), draw(4, kv_heads, length, 128)) for _ in range(steps)]
+
+        def loss(attend: Any, q: Any, runs: Any, documents: Any, weight: Any) -> Any:
+            out = attend(q, *runs[0], documents, runs[1:])
+            return jnp.sum((out * weight).astype(jnp.float32)), out
+
+        def run(attend: Any, *arrays: Any) -> Any:
+            return jax.jit(jax.grad(partial(loss, attend), argnums=(0, 1), has_aux=True))(*arrays)
+
+        given = (q, runs, jnp.asarray(documents), weight)
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.ndim == 4 else leaf, given)
+        expected = run(partial(packed_attend, kind="reference"), *wide)
+        mesh = mesh_of(sizes)
+        with entered(mesh):
+            found = run(partial(splash_attend, interpret=True), *place(given, by_rows(mesh)))
+        for leaf in jax.tree.leaves(expected):
+            assert float(jnp.abs(leaf).max()) > 1e-2
+        close(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), found), expected, tolerance)
+
+
+def check_argmax(folder: Path, meshes: list[Sizes]) -> None:
+    """On a mesh each device makes the logits of as many tokens at a time as one device alone does."""
+    vocab, shape = 16384, read_target_config(folder)
+    shape = dataclasses.replace(shape, vocab_size=vocab, max_position_embeddings=2048)
+    for sizes in meshes:
+        config = dataclasses.replace(
+            CONFIG, mesh=sizes, taps=(0, 1, 2), draft_vocab_size=96, row_length=1536, batch_rows=8,
+            schedule=((CONFIG.updates, 1),),
+        )  # fmt: skip
+        mesh = mesh_of(sizes)
+        with entered(mesh):
+            text = trace_teacher(abstract_run(config, shape, mesh, "cpu")).lower().compile().as_text()
+        own = vocab // mesh.shape["tensor"]
+        logits = {tuple(map(int, found.split(","))) for found in re.findall(rf"f32\[([\d,]+,{own})\]", text)}
+        most = max(math.prod(dims[:-1]) for dims in logits)
+        assert most == step_room.ARGMAX_CHUNK, (sizes, logits)
 
 
 class Stopped(Exception):
     """The end of a run that is to be resumed."""
 
 
-def abstract(folder: Path, config: TrainConfig, mesh: Any) -> TrainState:
-    """The state of a run, on a mesh or on one device."""
-    _, draft = models(folder, mesh)
-    optimizer = make_optimizer(
-        config.learning_rates(), betas=config.betas, weight_decay=config.weight_decay, clip=config.clip
-    )
-    return abstract_state(TrainState(draft.params, optimizer.init(draft.params), jnp.int32(0), jnp.int32(0)))
+def check_undivided(folder: Path, meshes: list[Sizes]) -> None:
+    """Heads and a draft vocabulary that the mesh does not divide: whole everywhere, said, and the same gradients."""
+    tiny.hf_target(scale=2.0, **HEADS | {"num_key_value_heads": 2}).save_pretrained(folder / "few")
+    tiny_tokenizers.chatml(tiny_tokenizers.SHORT_TEMPLATE, size=300).save_pretrained(folder / "few")
+    config = dataclasses.replace(
+        CONFIG, target=str(folder / "few"), data=(str(folder / "rows.jsonl"),), draft_vocab_size=97, taps=(0, 3, 8),
+        row_length=48, batch_rows=8, held_out_rows=8, decoded_prompts=0,
+    )  # fmt: skip
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("eagle3_jax").addHandler(handler)
+    logging.getLogger("eagle3_jax").setLevel(logging.INFO)
+    alone, _ = gradients(folder / "few", None, 97)
+    for index, sizes in enumerate(meshes):
+        mesh = mesh_of(sizes)
+        tensor = mesh.shape["tensor"]
+        with entered(mesh):
+            close(gradients(folder / "few", mesh, 97)[0], alone, 1e-5)
+            lines.clear()
+            params = prepare(config, RunFolder(folder / f"undivided{index}"), mesh).draft.params
+        for leaf, size in ((params.lm_head, 97), (params.k, 2)):
+            assert leaf.sharding.shard_shape(leaf.shape)[0] == (size if size % tensor else size // tensor)
+        whole = "arrays are whole on every device"
+        said = {line.split(": ")[0]: line.split(": ")[1] for line in lines if "does not divide" in line}
+        expected = {f"vocab of 97 does not divide by {tensor}": f"1 {whole} (lm_head.weight, ...)"}
+        if tensor > 2:  # keys and values of 8 layers and of the draft
+            name = "model.layers.0.self_attn.k_proj.weight"
+            expected[f"kv_heads of 2 does not divide by {tensor}"] = f"18 {whole} ({name}, ...)"
+        assert said == expected
 
 
 def check_runs(folder: Path, meshes: list[Sizes]) -> None:
@@ -205,13 +299,6 @@ def check_runs(folder: Path, meshes: list[Sizes]) -> None:
     except Stopped:
         RunFolder.save = save
     shutil.copytree(folder / "split", folder / "whole")
-    plain = RunFolder(folder / "split").restore(abstract(folder, config, None), 3)
-    mesh = make_mesh(after)
-    with entered(mesh):
-        moved = RunFolder(folder / "split").restore(abstract(folder, config, mesh), 3)
-    assert len(moved.params.fc.sharding.device_set) == 8
-    for (path, one), two in zip(jax.tree.leaves_with_path(moved), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_array_equal(one, two, err_msg=jax.tree_util.keystr(path))
     loop.train(dataclasses.replace(split, mesh=after))
     loop.train(dataclasses.replace(split, mesh=(), output=str(folder / "whole")))
     assert len(losses("alone")) == 6
@@ -226,6 +313,9 @@ if __name__ == "__main__":
     chex.set_n_cpu_devices(8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    {"gradients": check_gradients, "updates": check_updates, "runs": check_runs}[sys.argv[1]](
-        Path(sys.argv[2]), [tuple(map(int, sizes.split(","))) for sizes in sys.argv[3:]]
-    )
+    checks = {
+        "gradients": check_gradients, "undivided": check_undivided, "updates": check_updates,
+        "splash": check_splash, "argmax": check_argmax, "restores": check_restores, "loading": check_loading,
+        "runs": check_runs,
+    }  # fmt: skip
+    checks[sys.argv[1]](Path(sys.argv[2]), [tuple(map(int, sizes.split(","))) for sizes in sys.argv[3:]])

@@ -13,11 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from eagle3_jax import processes
+from eagle3_jax.checkpoint import load_target, save_draft
+from eagle3_jax.draft import draft_specs
 from eagle3_jax.errors import InputError
+from eagle3_jax.params import is_spec
+from eagle3_jax.target import target_specs
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.loop import train
 from eagle3_jax.training.setup import packed_rows
@@ -32,7 +37,7 @@ def config():
 
 
 CHILD = """
-import dataclasses, os, sys, time
+import dataclasses, json, os, sys, time
 from eagle3_jax import cli
 from eagle3_jax.training import setup
 read = setup.packed_rows
@@ -42,7 +47,13 @@ def late(config):
         config = dataclasses.replace(config, data=("absent.jsonl",))
     return read(config)
 setup.packed_rows = late
-sys.exit(cli.main(sys.argv[1:]))
+if not os.environ["RECORD"]:
+    sys.exit(cli.main(sys.argv[1:]))
+from tests.placed import recorded
+with recorded() as found:
+    code = cli.main(sys.argv[1:])
+print(json.dumps({name: sorted(parts) for name, parts in found.items()}))
+sys.exit(code)
 """
 
 
@@ -69,10 +80,16 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 
 def together(
-    config: TrainConfig, folder: Path, count: int = 2, *, late: float = 0.0, missing: bool = False
+    config: TrainConfig,
+    folder: Path,
+    count: int = 2,
+    *,
+    late: float = 0.0,
+    missing: bool = False,
+    record: bool = False,
 ) -> list[subprocess.Popen[str]]:
     """Processes of one device each that run the same command; the last one's data may be `late` by some seconds,
-    or `missing`."""
+    or `missing`; with `record` they print which parts of the weights they read."""
     path = folder / "config.py"
     path.write_text(CONFIG.format(config=config), encoding="utf-8")
     with socket.socket() as free:
@@ -84,7 +101,7 @@ def together(
         subprocess.Popen(
             [*command, *place, "--process", str(index)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu", "LATE": str(late if index == count - 1 else 0),
-            "MISSING": "1" if missing and index == count - 1 else ""},
+            "MISSING": "1" if missing and index == count - 1 else "", "RECORD": "1" if record else ""},
         )
         for index in range(count)
     ]  # fmt: skip
@@ -98,19 +115,25 @@ def losses(folder: Path) -> list[float]:
     return [entry["loss"] for entry in logged(folder) if "loss" in entry]
 
 
-def test_two_processes_train_as_one_does(settings: TrainConfig, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("mesh", "slices"),
+    [
+        ((2, 1, 1), 1),
+        pytest.param((1, 2, 1), 1, marks=pytest.mark.full),
+        pytest.param((1, 1, 2), 1, marks=pytest.mark.full),
+        pytest.param((1, 1, 1), 2, marks=pytest.mark.full),
+    ],
+)
+def test_two_processes_train_as_one_does(
+    settings: TrainConfig, tmp_path: Path, mesh: tuple[int, int, int], slices: int
+):
     alone, both = tmp_path / "alone", tmp_path / "both"
     train(dataclasses.replace(settings, output=str(alone)))
     assert len(losses(alone)) == 10
-    started = together(dataclasses.replace(settings, output=str(both), mesh=(2, 1, 1)), tmp_path)
+    started = together(dataclasses.replace(settings, output=str(both), mesh=mesh, slices=slices), tmp_path)
     said = [process.communicate(timeout=300)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
-    np.testing.assert_allclose(losses(both), losses(alone), rtol=1e-5)
-    one, other = (
-        [entry["held_out"]["cross_entropy"] for entry in logged(folder) if "held_out" in entry]
-        for folder in (both, alone)
-    )
-    np.testing.assert_allclose(one, other, rtol=1e-5)
+    same_course(both, alone)
     # One of them keeps the log; both say who they are, and what becomes of rows that fill no batch.
     first, second = said
     assert (
@@ -120,6 +143,43 @@ def test_two_processes_train_as_one_does(settings: TrainConfig, tmp_path: Path):
     assert "update 10/10" in first
     assert "update 10/10" not in second
     assert "[process 1] platform cpu" in second
+
+
+def same_course(one: Path, other: Path) -> None:
+    """Two runs with the same losses and the same held-out metrics."""
+    np.testing.assert_allclose(losses(one), losses(other), rtol=1e-5)
+    held_out = lambda folder: [entry["held_out"]["cross_entropy"] for entry in logged(folder) if "held_out" in entry]
+    np.testing.assert_allclose(held_out(one), held_out(other), rtol=1e-5)
+
+
+@pytest.mark.full
+def test_each_process_reads_its_own_parts_of_the_weights(settings: TrainConfig, tmp_path: Path):
+    """Of the target and of the draft that the run goes on from."""
+    target = load_target(Path(settings.target))
+    draft = tiny.draft(target, taps=settings.taps)
+    save_draft(tmp_path / "draft", draft)
+    config = dataclasses.replace(
+        settings, init=str(tmp_path / "draft"), rope_theta=draft.config.rope.theta, updates=4, schedule=((4, 2),)
+    )
+    train(dataclasses.replace(config, output=str(tmp_path / "alone")))
+    started = together(
+        dataclasses.replace(config, output=str(tmp_path / "both"), mesh=(1, 2, 1)), tmp_path, record=True
+    )
+    said = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    same_course(tmp_path / "both", tmp_path / "alone")
+    for index, (out, _) in enumerate(said):
+        read = json.loads(out.splitlines()[-1])
+        for folder, tree in (
+            (Path(settings.target), target_specs(target.config)),
+            (tmp_path / "draft", draft_specs(draft.config)),
+        ):
+            for spec in jax.tree.leaves(tree, is_leaf=is_spec):
+                half = [[0, size, 1] for size in spec.shape]
+                for axis, (name, size) in enumerate(zip(spec.axes, spec.shape)):
+                    if name == "embed":
+                        half[axis] = [index * size // 2, (index + 1) * size // 2, 1]
+                assert read[f"{folder.name}/{spec.name}"] == [half], spec.name
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ import pytest
 from eagle3_jax import cli
 from eagle3_jax.errors import InputError
 from eagle3_jax.sharding import make_mesh, partition
-from tests import tiny, tiny_tokenizers
+from tests import placed, tiny, tiny_tokenizers
 from tests.on_eight_devices import HEADS
 
 ROOT = Path(__file__).parent.parent
@@ -37,25 +37,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("check", "meshes"),
-    [
-        ("gradients", "2,2,2"),
-        pytest.param("runs", "8,1,1 2,2,2", marks=pytest.mark.full),
-        pytest.param("gradients", "8,1,1 1,8,1 1,1,8", marks=pytest.mark.full),
-        pytest.param("updates", "8,1,1 1,8,1 2,2,2 1,1,8", marks=pytest.mark.full),
-    ],
-)
-def test_eight_devices_train_as_one_does(folder: Path, check: str, meshes: str):
+def run_on_eight(folder: Path, check: str, meshes: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.on_eight_devices", check, str(folder), *meshes.split()], capture_output=True,
         text=True, cwd=ROOT, timeout=900, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("check", "meshes"),
+    [
+        ("gradients", "2,2,2"),
+        ("loading", "2,2,2"),
+        pytest.param("argmax", "1,8,1 2,2,2", marks=pytest.mark.full),
+        pytest.param("splash", "2,2,2", marks=pytest.mark.full),
+        pytest.param("runs", "8,1,1 2,2,2", marks=pytest.mark.full),
+        pytest.param("gradients", "8,1,1 1,8,1 1,1,8 2,1,2,2", marks=pytest.mark.full),
+        pytest.param("undivided", "2,2,2 1,1,8", marks=pytest.mark.full),
+        pytest.param("updates", "8,1,1 1,8,1 2,2,2 1,1,8", marks=pytest.mark.full),
+    ],
+)
+def test_eight_devices_train_as_one_does(folder: Path, check: str, meshes: str):
+    run_on_eight(folder, check, meshes)
     if check == "runs":
         # A run that was saved on eight devices is exported where there is one.
         assert cli.main(["export", str(folder / "split"), str(folder / "exported"), "--step", "latest"]) == 0
         assert (folder / "exported" / "model.safetensors").exists()
+
+
+def test_a_state_is_restored_bit_for_bit_on_another_number_of_devices(folder: Path):
+    draft = placed.shape_of(folder)
+    placed.saved(folder / "one", draft, None)
+    run_on_eight(folder, "restores", "1,8,1 1,2,1")
+    for name in ("1x8x1", "1x2x1"):
+        state = placed.resumed(folder / name, draft, None, 3)
+        placed.equals_saved(state, folder / name)
+        placed.check_places(state, draft, None)
 
 
 @pytest.mark.parametrize(

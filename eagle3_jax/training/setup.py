@@ -187,10 +187,8 @@ def _first_params(config: TrainConfig, setup: Setup, draft: DraftConfig, vocab: 
     mesh, target = setup.mesh, setup.target
     if config.init:
         # Copies: an update donates the draft's arrays, and a borrowed head would be the target's own.
-        params = load_draft(Path(config.init), target, jnp.float32, mark=mark).params
-        if mesh is None:
-            return jax.tree.map(jnp.array, params)
-        return place(params, shardings(draft_specs(draft), mesh))
+        params = load_draft(Path(config.init), target, jnp.float32, mark=mark, mesh=mesh).params
+        return jax.tree.map(jnp.array, params)
     scales = _measure_scales(config, setup, draft.taps)
     logger.info("typical RMS of the taps %s: %s", list(draft.taps), shown(scales.tolist()))
     make = lambda target, vocab, key: initial_params(draft, target, vocab, scales, key)

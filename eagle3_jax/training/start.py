@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.checkpoint import load_draft
+from eagle3_jax.checkpoint import read_draft
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import DraftParams, draft_specs
 from eagle3_jax.errors import InputError
@@ -83,8 +83,7 @@ def new_shape(config: TrainConfig, target: TargetConfig, taps: tuple[int, ...]) 
 def _continued(
     config: TrainConfig, target: Target, mark: str, taps: tuple[int, ...], longest: int
 ) -> tuple[DraftConfig, DraftVocab]:
-    draft = load_draft(Path(config.init), target, mark=mark)
-    shape = draft.config
+    shape, vocab = read_draft(Path(config.init), target.config)
     pairs = {
         "taps": (taps, shape.taps),
         "rope_theta": (config.rope_theta, shape.rope.theta),
@@ -101,7 +100,7 @@ def _continued(
             remedy="Give the run the values of the draft that it continues, or begin without --init.",
         )
     length = max(longest, shape.trained_length or 0)
-    return dataclasses.replace(shape, trained_length=length, target_fingerprint=mark), draft.vocab
+    return dataclasses.replace(shape, trained_length=length, target_fingerprint=mark), vocab
 
 
 def choose_vocab(

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from eagle3_jax.draft import Draft, DraftParams, draft_specs
 from eagle3_jax.sampling import most_likely
-from eagle3_jax.sharding import constrain, constrain_params, replicated
+from eagle3_jax.sharding import constrain, constrain_params, replicated, row_parts
 from eagle3_jax.target import Target, target_forward
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.head import ceil_div
@@ -29,7 +29,7 @@ from eagle3_jax.training.loss import (
     training_time_test_loss,
 )
 
-ARGMAX_CHUNK = 512  # tokens whose logits over the whole vocabulary exist at one time
+ARGMAX_CHUNK = 512  # tokens of a device whose logits over the whole vocabulary exist at one time
 
 
 @struct.dataclass
@@ -128,13 +128,15 @@ def target_features(
     out = target_forward(target, tokens, positions, documents=documents, packed=attention, taps=taps)
     rows, length, width = out.hidden.shape
     # Chunks of columns, not of rows, which a mesh splits.
-    chunks = min(length, ceil_div(rows * length, ARGMAX_CHUNK))
+    chunks = min(length, ceil_div(rows * length, ARGMAX_CHUNK * row_parts(rows)))
+    # Gathered once, and not for every chunk.
+    head = constrain(target.params.lm_head, "vocab", None)
     padded = jnp.pad(out.hidden, ((0, 0), (0, -length % chunks), (0, 0)))
     parts = jnp.moveaxis(padded.reshape(rows, chunks, -1, width), 1, 0)
 
     def argmax(part: jax.Array) -> jax.Array:
         part = constrain(part, "batch", None, None)
-        logits = jnp.einsum("BMD,VD->BMV", part, target.params.lm_head, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("BMD,VD->BMV", part, head, preferred_element_type=jnp.float32)
         return most_likely(logits)
 
     return out.taps, out.hidden, jnp.moveaxis(jax.lax.map(argmax, parts), 0, 1).reshape(rows, -1)[:, :length]
