@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 
 from eagle3_jax import cli
+from eagle3_jax import plan as plan_module
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import draft_specs
 from eagle3_jax.errors import InputError
 from eagle3_jax.flops import count_flops
-from eagle3_jax.hardware import CHIPS, GIB, Topology, find_topology
+from eagle3_jax.hardware import CHIPS, GIB, KINDS, Topology, find_topology
 from eagle3_jax.params import count_params
 from eagle3_jax.plan import PARTS, make_plan, shown, traffic
 from eagle3_jax.rope import RopeConfig
 from eagle3_jax.target import target_specs
+from eagle3_jax.training import commands as training_commands
 from eagle3_jax.training.abstract import abstract_run, trace_teacher, trace_update
 from eagle3_jax.training.config import TrainConfig, load_config, load_shape
 from eagle3_jax.training.start import new_shape
@@ -44,11 +46,13 @@ def held_by(shape: TargetConfig, program: dict[str, Any], name: str) -> int:
     d, wide = shape.hidden_size, 4
     embed, label_head = shape.vocab_size * d * wide, 256 * d * wide
     rows = 3 * CONFIG.batch_rows * CONFIG.row_length * 4
+    vocab = 4 * 256 + 1024
+    narrow = (program["draft"] - vocab) // 2 + vocab  # beside the draft that is trained, of as many bytes here
     return {
-        # The batch is held twice, and read once; of the target, the embedding and the head's rows.
-        "update": embed + label_head + program["draft"] + program["optimiser"] + program["batch"] // 2,
+        # The batch is held three times, and read once; of the target, the embedding and the head's rows.
+        "update": embed + label_head + program["draft"] + program["optimiser"] + program["batch"] // 3,
         "teacher": program["target"] - label_head + rows + (embed if shape.tie_word_embeddings else 0),
-        "round": program["target"] + program["draft"] + program["caches"] + embed * (1 + shape.tie_word_embeddings),
+        "round": program["target"] - label_head + narrow + program["caches"] + embed * (1 + shape.tie_word_embeddings),
     }[name]
 
 
@@ -77,18 +81,62 @@ def test_parts_add_up_to_what_the_compiler_says(changes: dict[str, Any], tied: b
         assert plan["bytes_per_device"]["target"] == 4 * kept
     assert plan["fits"] is None
     assert not plan["estimated"]
-    assert set(plan["programs"]) == {"update", "round"} | (set() if changes else {"teacher"})
+    assert set(plan["programs"]) == {"update"} | (set() if changes else {"teacher", "round"})
     for program in plan["programs"].values():
         assert program["total"] == sum(program[part] for part in PARTS)
         assert program["arguments"] + program["temporary"] == pytest.approx(program["compiled"], rel=0.1)
     update = plan["programs"]["update"]
-    assert plan["bytes_per_device"]["total"] == max(
-        program["total"] for name, program in plan["programs"].items() if name != "round"
-    )
+    assert plan["bytes_per_device"]["total"] == max(program["total"] for program in plan["programs"].values())
+    assert plan["bytes_per_device"]["total"] == sum(plan["bytes_per_device"][part] for part in PARTS)
     # Two moments of every weight; the draft's vocabulary has none.
     assert update["optimiser"] == 2 * (update["draft"] - 4 * 256 - 1024) + 8
-    assert plan["programs"]["round"]["caches"] > 0
+    if changes:
+        assert plan["bytes_per_device"]["caches"] == 0  # nothing decodes
+    else:
+        one = plan["programs"]["round"]
+        assert plan["bytes_per_device"]["caches"] == one["caches"]
+        # Keys and values of both models, for the longest prompt, 64 tokens and a chain of 3, in fp32 as a CPU has them.
+        keys = 2 * (shape.num_layers + 1) * shape.num_kv_heads * shape.head_dim * 384 * 4
+        assert keys < one["caches"] < 1.1 * keys
+        # All that training goes on with stays.
+        assert one["optimiser"] == update["optimiser"]
+        assert one["draft"] == 2 * update["draft"] - (4 * 256 + 1024)
+        assert one["batch"] == 0
     json.dumps(plan)
+
+
+def test_a_round_that_does_not_fit_makes_the_run_not_fit():
+    """Many heads of keys and values, and short rows of a small draft: decoding takes more than an update."""
+    shape = dataclasses.replace(SHAPE, num_kv_heads=8, num_layers=64)
+    config = dataclasses.replace(CONFIG, mesh=(8, 1, 1), batch_rows=8, rematerialise="all")
+
+    def plan(config: TrainConfig, hbm: float) -> dict[str, Any]:
+        return make_plan(config, shape, Topology("h200:8", dataclasses.replace(CHIPS["h200"], hbm=hbm), 8, None))
+
+    programs = plan(config, 1e9)["programs"]
+    least, most = programs["update"]["total"], programs["round"]["total"]
+    assert least < most
+    room = (least + most) / 2
+    found = plan(config, room)
+    assert [found["fits"], *(found["programs"][name]["fits"] for name in ("update", "round"))] == [False, True, False]
+    assert found["bytes_per_device"]["total"] == most
+    assert "--decoded_prompts 0" in found["advice"]
+    assert "round" in shown(found)
+    without = plan(dataclasses.replace(config, decoded_prompts=0), room)
+    assert without["fits"]
+    assert without["bytes_per_device"] == without["bytes_per_device"] | {"total": least, "caches": 0}
+
+
+@pytest.mark.parametrize(("mesh", "copied"), [((1, 8, 1), True), ((2, 1, 4), False)])
+def test_a_round_holds_a_second_target_only_where_fsdp_splits_the_first(mesh: tuple[int, ...], copied: bool):
+    config = dataclasses.replace(CONFIG, mesh=mesh, batch_rows=8)
+    shape = dataclasses.replace(SHAPE, num_kv_heads=8)
+    programs = make_plan(config, shape, find_topology("h200:8"))["programs"]
+    second = programs["round"]["target"] / programs["update"]["target"]
+    assert (1.7 < second < 2.1) if copied else (second == 1)
+    # The cache is split as the heads are, by all eight devices or by four.
+    keys = 2 * (shape.num_layers + 1) * shape.num_kv_heads * shape.head_dim * 384 * 4
+    assert programs["round"]["caches"] == pytest.approx(keys / (8 if copied else 4), rel=0.1)
 
 
 def teacher_flops(shape: TargetConfig, tokens: int, length: int) -> int:
@@ -114,7 +162,7 @@ def update_flops(draft: DraftConfig, tokens: int, length: int, steps: int, repea
 
 @pytest.mark.parametrize("rematerialise", ["all", pytest.param("nothing", marks=pytest.mark.full)])
 def test_operations_are_those_of_the_formula(rematerialise: str):
-    config = dataclasses.replace(CONFIG, accumulation=2, rematerialise=rematerialise)
+    config = dataclasses.replace(CONFIG, accumulation=2, rematerialise=rematerialise, decoded_prompts=0)
     run = abstract_run(config, SHAPE, None, "cpu")
     tokens, length = 2 * 256, 256
     teacher = count_flops(trace_teacher(run).jaxpr)
@@ -122,7 +170,7 @@ def test_operations_are_those_of_the_formula(rematerialise: str):
     update = count_flops(trace_update(run).jaxpr, trips=2)
     formula = update_flops(run.model.config, tokens, length, 3, 1 if rematerialise == "nothing" else 2)
     assert update == pytest.approx(2 * formula, rel=0.05)
-    plan = make_plan(config, SHAPE, find_topology("local"), decoding=False)
+    plan = make_plan(config, SHAPE, find_topology("local"))
     assert plan["flops_per_step"] == update + 2 * teacher
     # Long rows are read in chunks, a loop, whose body the compiler's own count takes once.
     longer = abstract_run(dataclasses.replace(config, row_length=2048), SHAPE, None, "cpu")
@@ -215,6 +263,21 @@ def test_the_scarcest_resource_is_what_binds(bound: str):
         assert slower["bound"] == "compute"  # in mixed precision bf16's rate counts
 
 
+def test_local_devices_have_a_roofline_where_their_rates_are_known(monkeypatch: pytest.MonkeyPatch):
+    program = plan_module.Program(dict.fromkeys(PARTS, 0), 0, 0, 0.0)
+    monkeypatch.setattr(plan_module, "_compiled_programs", lambda *_: {"update": program})
+    plan = make_plan(CONFIG, SHAPE, find_topology("local"))
+    assert (plan["device_kind"], plan["bound"], plan["roofline_seconds"]) == ("cpu", None, None)
+    assert "no time: what one cpu can do is not known" in shown(plan)
+    monkeypatch.setitem(KINDS, "cpu", "h100")
+    topology = find_topology("local")
+    assert topology.rates == CHIPS["h100"]
+    again = make_plan(CONFIG, SHAPE, topology)
+    assert again["device_kind"] == "h100"
+    assert again["seconds_by_resource"]["compute"] == again["flops_per_step"] / CHIPS["h100"].flops_fp32
+    assert set(KINDS.values()) <= set(CHIPS)
+
+
 @pytest.mark.parametrize("mesh", [(), (1, 4, 1)])
 def test_a_mesh_of_another_size_is_refused(mesh: tuple[int, ...]):
     with pytest.raises(InputError, match="a mesh over the 8 devices of h100:8"):
@@ -232,6 +295,26 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]):
     if importlib.util.find_spec("libtpu") is None:
         assert cli.main(["plan", config, "--topology", "v5e:2x4", "--cache-dir", ""]) == 2
         assert "pip install 'eagle3-jax[plan]'" in capsys.readouterr().err
+
+
+def test_a_dry_run_needs_no_target_where_the_config_file_says_its_shape(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    shapes = []
+
+    def made(config: TrainConfig, shape: TargetConfig, topology: Topology) -> dict[str, Any]:
+        shapes.append(shape)
+        return make_plan(dataclasses.replace(config, mesh=(1, 8, 1)), shape, find_topology("h200:8"))
+
+    monkeypatch.setattr(training_commands, "make_plan", made)
+    path = ROOT / "configs" / "llama_3_1_8b.py"
+    absent = ("--target", "models/absent", "--cache-dir", "", "--mesh", "()")
+    assert cli.main(["train", str(path), *absent, "--dry-run"]) == 0
+    assert shapes == [load_shape(path)]
+    assert json.loads(capsys.readouterr().out)["updates"] == load_config(path).updates
+    # Another file says nothing, and what is missing is named.
+    assert cli.main(["train", str(ROOT / "configs" / "smollm2_135m.py"), *absent, "--dry-run"]) == 2
+    assert "models/absent" in capsys.readouterr().err
 
 
 @pytest.mark.full

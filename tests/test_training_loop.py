@@ -300,6 +300,21 @@ def test_held_out_prompts_are_decoded_for_real(
     assert len(held_out_prompts(setup, 99, ())) == len(rows)  # one document a row
 
 
+@pytest.mark.parametrize("promised", [1.0, 2.0])
+def test_a_gap_between_promised_and_real_decoding_is_warned_about(
+    settings: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    promised: float,
+):  # fmt: skip
+    monkeypatch.setattr(loop, "promised_tau", lambda *_: promised)
+    monkeypatch.setattr(loop, "decode_held_out", lambda *_: 1.2)
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), updates=1, schedule=((1, 2),), warmup=0,
+                                 decoded_prompts=1, final_learning_rate=1e-3)  # fmt: skip
+    found = train(config).evaluation
+    assert (found["promised_tau"], found["decoding_tau"]) == (promised, 1.2)
+    warned = "real decoding accepts 40 % less than teacher forcing promises" in caplog.text
+    assert warned == (promised == 2.0)
+
+
 def test_layers_are_loaded_only_where_something_runs_them(settings: TrainConfig, tmp_path: Path):
     model = load_target(Path(settings.target))
     write_features(tmp_path / "features", packed_rows(settings), model, TAPS, batch=BATCH)

@@ -66,8 +66,8 @@ class TrainConfig:
       slices: TPU slices, or nodes, that a slower network joins; each has a copy of the weights.
       seed: of the initial weights and the order of rows.
       eval_every, save_every, log_every: in updates.
-      decoded_prompts: held-out prompts that are decoded for real at every evaluation (by a single process, where fsdp
-        does not split the weights).
+      decoded_prompts: held-out prompts that are decoded for real at every evaluation; where fsdp splits the weights, on
+        a second copy of them that is split by tensor (see `evaluation`), which `plan` counts.
       writers: tensorboard, wandb: where numbers go besides the run's own log.
       keep: checkpoints kept besides the best.
     """
@@ -260,8 +260,8 @@ class TrainConfig:
 
     @property
     def decodes(self) -> bool:
-        """Whether evaluations decode held-out prompts; where fsdp splits the weights, that would gather all of them."""
-        return self.decoded_prompts > 0 and (not self.mesh or self.mesh[1] == 1)
+        """Whether evaluations decode held-out prompts, for which the target's layers are needed."""
+        return self.decoded_prompts > 0 and self.held_out_rows > 0
 
     @property
     def objective(self) -> Objective:

@@ -29,7 +29,7 @@ from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.evaluation import (
-    DRAFT_LENGTH,
+    chain_length,
     decode_held_out,
     evaluate,
     held_out_prompts,
@@ -141,9 +141,6 @@ class _Training:
         self.order, self.per_update = source, config.batch_rows * config.accumulation
         self.model = dataclasses.replace(setup.draft, params=cast(Any, None))  # the state has them
         self.evaluation: dict[str, Any] = {}
-        self.decodes = config.decodes and jax.process_count() == 1
-        if config.decoded_prompts and not self.decodes:
-            logger.info("held-out prompts are not decoded on this mesh; use `eagle3-jax eval` on an exported draft")
         self.norms: list[jax.Array] = []  # gradient norms of the updates that no entry of the log covers yet
 
     def first_state(self) -> TrainState:
@@ -252,8 +249,8 @@ class _Training:
             f"held out at {update + 1}: accuracy {shown(found['accuracy'])} | "
             f"joint {shown(found['joint'])} | conditional {shown(found['conditional'])}"
         )
-        if self.decodes:
-            length = min(DRAFT_LENGTH, config.max_steps)
+        if config.decodes:
+            length = chain_length(config)
             promised, real = promised_tau(found, length), None
             try:
                 real = self._decoded(draft, length)

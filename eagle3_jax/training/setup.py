@@ -140,7 +140,7 @@ def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Se
     # What a process may fail at alone comes in stretches, after each of which all agree to go on.
     with agreed():
         folder, online = Path(config.target), not config.features
-        layers = "stacked" if online or (config.decodes and jax.process_count() == 1) else "none"
+        layers = "stacked" if online or config.decodes else "none"
         target = load_target(folder, jnp.dtype(config.target_dtype), mesh=mesh, layers=layers)
         mark = fingerprint_of(folder)
         attention = config.attention_on(jax.devices()[0].platform, target.config.head_dim)
