@@ -41,7 +41,7 @@ from eagle3_jax.training.abstract import (
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.evaluation import chain_length
 from eagle3_jax.training.head import HEAD_CHUNK, ceil_div
-from eagle3_jax.training.start import new_shape
+from eagle3_jax.training.start import planned_shape
 from eagle3_jax.training.step import ARGMAX_CHUNK
 
 LEAST_ROW = 512  # rows that are not advised to be made shorter
@@ -339,7 +339,7 @@ def _verdict(
             )
     if chip is None:
         return found | {"roofline_seconds": None, "bound": None}
-    draft = new_shape(config, shape, config.taps or shape.default_taps)
+    draft = planned_shape(config, shape)
     memory, network, slow = traffic(config, shape, draft, _mesh_sizes(config))
     seconds = {
         "compute": flops / count / (chip.flops if config.precision == "default" else chip.flops_fp32),

@@ -14,10 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +30,16 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from eagle3_jax.checkpoint import fingerprint, load_target, save_draft
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import at
 from eagle3_jax.training import loop
+from eagle3_jax.training import setup as training_setup
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig, load_config
 from eagle3_jax.training.evaluation import evaluate, held_out_prompts
-from eagle3_jax.training.features import FeatureRows, write_features
+from eagle3_jax.training.features import FeatureRows, Rows, rows_mark, write_features
 from eagle3_jax.training.loop import Result, train
 from eagle3_jax.training.reporting import finite
+from eagle3_jax.training.row_files import rows_file
 from eagle3_jax.training.setup import packed_rows, prepare
 from eagle3_jax.training.step import TrainState, make_eval_step
 from tests import tiny, tiny_tokenizers
@@ -313,6 +318,85 @@ def test_a_gap_between_promised_and_real_decoding_is_warned_about(
     assert (found["promised_tau"], found["decoding_tau"]) == (promised, 1.2)
     warned = "real decoding accepts 40 % less than teacher forcing promises" in caplog.text
     assert warned == (promised == 2.0)
+
+
+def test_rows_are_read_ahead_in_the_order_of_the_updates(
+    settings: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"))
+    training = loop._Training(config, None)
+    seen = []
+    with closing(training.loader(0)) as straight, closing(training.loader(7)) as resumed:
+        for update in range(10):
+            rows = next(straight)
+            if update >= 7:
+                jax.tree.map(np.testing.assert_array_equal, rows[0].parts, next(resumed)[0].parts)
+            expected = [
+                training.setup.rows[cast(int, training.order[update * BATCH + place])] for place in range(BATCH)
+            ]
+            np.testing.assert_array_equal(rows[0].parts[0, BATCH]["tokens"], [row["tokens"] for row in expected])
+            seen += rows[0].parts[0, BATCH]["tokens"].tolist()
+    training.folder.close()
+    # Ten updates are an epoch: every row that is trained on, once.
+    epoch = [training.setup.rows[int(index)]["tokens"].tolist() for index in training.setup.train_order]
+    assert sorted(seen) == sorted(epoch)
+    # While an update runs, the rows of the next are read.
+    read, second = loop.read_rows, threading.Event()
+    calls = []
+
+    def slow(*args: Any) -> Any:
+        calls.append(threading.current_thread())
+        if len(calls) == 2:
+            second.set()
+        return read(*args)
+
+    monkeypatch.setattr(loop, "read_rows", slow)
+    overlapped = []
+    at_update(monkeypatch, 1, lambda: overlapped.append(second.wait(30)))
+    changes: dict[str, Any] = {"updates": 2, "schedule": ((2, 2),), "warmup": 0, "final_learning_rate": 1e-3}
+    train(dataclasses.replace(config, output=str(tmp_path / "other"), held_out_rows=0, **changes))
+    assert overlapped == [True]
+    assert threading.main_thread() not in calls
+
+
+def test_rows_are_packed_once(settings: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(settings.target, tmp_path / "target")
+    config = dataclasses.replace(settings, target=str(tmp_path / "target"), output=str(tmp_path / "run"))
+    kept = lambda: {path.name for path in (tmp_path / "run").glob("rows-*")}
+    again = lambda: prepare(config, RunFolder(tmp_path / "run")).rows
+    before = again()
+    (name,) = kept()
+    with monkeypatch.context() as patch:
+        patch.setattr(training_setup, "packed_rows", lambda config: pytest.fail("packed again"))
+        after = again()
+    assert rows_mark(after) == rows_mark(before) == rows_mark(Rows(packed_rows(config)))
+    # A damaged file is replaced.
+    path = tmp_path / "run" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert rows_mark(again()) == rows_mark(before)
+    assert path.read_bytes() == whole
+    # What the rows follow from is in the name: fields, contents of the data, tokenizer; not what else a config says.
+    names = [rows_file(config, tmp_path)]
+    for changes in (
+        {"template": (("enable_thinking", False),)},
+        {"row_length": 64},
+        {"last_turn_only": True},
+        {"seed": 1},
+    ):
+        names.append(rows_file(dataclasses.replace(config, **changes), tmp_path))
+    assert rows_file(dataclasses.replace(config, updates=99, learning_rate=1.0), tmp_path) == names[0]
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes(Path(config.data[0]).read_bytes())
+    copied = dataclasses.replace(config, data=(str(data),))
+    assert rows_file(copied, tmp_path) == names[0]
+    data.write_bytes(data.read_bytes().replace(b"red", b"two"))  # of the same size
+    names.append(rows_file(copied, tmp_path))
+    tokenizer = tmp_path / "target" / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    names.append(rows_file(config, tmp_path))
+    assert len(set(names)) == 7
+    assert rows_file(config, at("gs://bucket/run")) is None
 
 
 def test_layers_are_loaded_only_where_something_runs_them(settings: TrainConfig, tmp_path: Path):

@@ -25,7 +25,7 @@ from eagle3_jax.target import Target, stack_specs, target_specs
 from eagle3_jax.training.config import TrainConfig, check_row_length, check_taps
 from eagle3_jax.training.evaluation import DECODED_TOKENS, chain_length, decoding_mesh
 from eagle3_jax.training.loss import Batch
-from eagle3_jax.training.start import new_shape
+from eagle3_jax.training.start import planned_shape
 from eagle3_jax.training.step import (
     Teacher,
     TrainState,
@@ -103,7 +103,8 @@ def abstract_run(
       InputError: see `TrainConfig.check`; taps, rows or attention that the target or the devices do not have.
     """
     config.check()
-    taps = config.taps or shape.default_taps
+    draft_shape = planned_shape(config, shape)
+    taps = draft_shape.taps
     check_taps(taps, shape.num_layers)
     check_row_length(config.row_length, shape.context_limit)
     attention = config.attention_on(platform, shape.head_dim)
@@ -118,7 +119,6 @@ def abstract_run(
     if stacked:
         specs = dataclasses.replace(specs, layers=stack_specs(cast(Any, specs.layers)))
     target = Target(params=abstract_placed(specs, mesh, target_dtype), config=shape)
-    draft_shape = new_shape(config, shape, taps)
     weights, number = abstract_placed(draft_specs(draft_shape), mesh), array((), jnp.int32)
     opt_state = init_optimizer(optimizer_of(config), weights, mesh)
     vocab = DraftVocab(d2t=array((draft_shape.draft_vocab_size,), jnp.int32), t2d=array((shape.vocab_size,), jnp.bool_))

@@ -27,7 +27,7 @@ from eagle3_jax.target import Target, target_specs
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.features import RowSource
 from eagle3_jax.training.loss import EAGLE3, Objective, StepSums
-from eagle3_jax.training.setup import Setup, batch_of
+from eagle3_jax.training.setup import Setup, batch_of, read_rows
 from eagle3_jax.training.start import label_head
 from eagle3_jax.training.step import Teacher, make_eval_step
 
@@ -64,7 +64,7 @@ def evaluate(
         # A short last batch is filled up with rows that nothing counts in, so that one program serves all.
         indices += indices[:1] * (batch_rows - real)
         blank = lambda place, row, real=real: row if place < real else row | {"spans": np.zeros_like(row["spans"])}
-        sums = eval_step(draft, batch_of(setup, indices, change=blank), setup.teacher, steps=steps)
+        sums = eval_step(draft, batch_of(setup, read_rows(setup, indices, blank)), setup.teacher, steps=steps)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     return {} if total is None else metrics_of(total, objective)
 
