@@ -66,6 +66,22 @@ train(eval(sys.argv[1]))
 """
 
 
+COMMAND = """
+import sys, time
+from eagle3_jax import cli
+from eagle3_jax.training import loop
+
+def slow(*args, **options):
+    print("loading", file=sys.stderr, flush=True)
+    for _ in range(600):
+        time.sleep(0.1)
+
+if sys.argv[1] == "loading":
+    loop.prepare = slow
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Every run makes its programs anew; they are compiled once."""
@@ -245,6 +261,72 @@ def test_an_interrupted_run_saves_and_continues_bit_for_bit(
     assert train(config) == straight[1]
     assert_same_run(tmp_path / "run", straight[0])
     assert steps_on_disk(tmp_path / "run") == ["10", "20"]
+
+
+@pytest.mark.parametrize("moment", ["loading", "training"])
+def test_sigterm_ends_the_command_with_130(
+    settings: TrainConfig, straight: tuple[Path, Result], cache: Path, tmp_path: Path, moment: str
+):
+    """Also before the loop watches signals: then there is nothing to save."""
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), updates=5000, schedule=((5000, 2),))
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from eagle3_jax.training.config import TrainConfig\n"
+        "def config():\n"
+        f"    return {config!r}\n",
+        encoding="utf-8",
+    )  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, moment, "train", str(path), "--cache-dir", str(cache)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith(("update 1/", "loading")):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, rest = process.communicate(timeout=120)
+    assert process.returncode == 130, [*said, rest]
+    assert "Traceback" not in rest
+    if moment == "loading":
+        assert "interrupted" in rest
+        assert not (tmp_path / "run").exists()
+        return
+    (step,) = steps_on_disk(tmp_path / "run")
+    assert logged(tmp_path / "run")[-1]["update"] == json.loads(out)["updates"] == int(step) < 5000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_in_a_save_leaves_no_more_than_is_kept(settings: TrainConfig, cache: Path, tmp_path: Path, moment: str):
+    """One checkpoint and the best are kept; killed as the fourth save takes its name, and right after."""
+    output = tmp_path / "run"
+    config = dataclasses.replace(
+        settings, output=str(output), updates=12, schedule=((12, 2),), keep=1, save_every=2, eval_every=2
+    )
+    child = CHILD.replace('"20"', '"8"')
+    if moment == "after":
+        child = child.replace("        os.kill", "        rename(source, destination, **options)\n        os.kill")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", child, repr(config), str(cache)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    whole = [name for name in steps_on_disk(output) if "tmp" not in name]
+    assert len(whole) <= config.keep + 2
+    run = RunFolder(output)
+    assert run.latest() == max(map(int, whole)) == (6 if moment == "before" else 8)
+    run.close()
+    assert train(config).finished
+    joint = {entry["update"]: sum(entry["held_out"]["joint"]) for entry in logged(output) if "held_out" in entry}
+    # The later of equals.
+    best = max(joint, key=lambda update: (joint[update], update))
+    assert steps_on_disk(output) == sorted({str(best), "12"})
+    run = RunFolder(output)
+    assert (run.latest(), run.manager.best_step()) == (12, best)
+    run.close()
 
 
 @pytest.mark.full
@@ -578,13 +660,22 @@ def test_an_update_with_nothing_to_learn_is_skipped_and_said_to_be(
         return real(row, supervise) | ({"spans": np.zeros_like(row["spans"])} if second else {})
 
     monkeypatch.setattr(loop, "supervised", blind)
-    config = dataclasses.replace(settings, output=str(tmp_path / "run"), updates=3, schedule=((3, 2),), held_out_rows=0)
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), updates=3, schedule=((3, 2),), warmup=1, held_out_rows=0
+    )
     train(config)
     entries = logged(tmp_path / "run")
     assert [entry["loss"] == "skipped" for entry in entries] == [False, True, False]
     assert [entry["skipped"] for entry in entries] == [0, 1, 1]
     assert "SKIPPED (1 so far)" in capsys.readouterr().err
-    assert int(saved(tmp_path / "run")["skipped"]) == 1
+    state = saved(tmp_path / "run")
+    assert int(state["skipped"]) == 1
+    # The schedule goes by the run's updates, so that the last rate is the floor; Adam counts what it was given.
+    rates = [float(config.learning_rates()(update)) for update in range(3)]
+    np.testing.assert_allclose([entry["learning_rate"] for entry in entries], rates, rtol=1e-5)
+    assert rates[-1] == pytest.approx(config.final_learning_rate)
+    counts = [int(leaf) for leaf in jax.tree.leaves(state["opt_state"]) if np.ndim(leaf) == 0]
+    assert sorted(counts) == [2, 3]
 
 
 @pytest.mark.full

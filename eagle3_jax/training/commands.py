@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +50,31 @@ def _shape(args: argparse.Namespace, config: TrainConfig) -> TargetConfig:
     return read_target_config(folder) if folder.exists() or shape is None else shape
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, while nothing else watches it: the loop does, from its first update."""
+
+    def end(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # outside the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def train(args: argparse.Namespace) -> int:
     """Train a draft; see `eagle3-jax train --help`."""
+    with _ended_by_sigterm():
+        return _train(args)
+
+
+def _train(args: argparse.Namespace) -> int:
     config = _config(args)
     config.check()
     if args.distributed or args.coordinator or args.processes is not None or args.process is not None:
