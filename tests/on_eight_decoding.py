@@ -13,6 +13,7 @@ from typing import Any
 
 import chex
 import jax
+from jax.sharding import NamedSharding
 
 from eagle3_jax.training import evaluation, loop
 from eagle3_jax.training.config import TrainConfig
@@ -27,14 +28,22 @@ def config_of(folder: Path) -> TrainConfig:
     )  # fmt: skip
 
 
+def on_a_mesh(leaves: list[Any]) -> bool:
+    """Whether arrays lie on a mesh."""
+    return isinstance(leaves[0].sharding, NamedSharding)
+
+
 def main(folder: Path, meshes: list[tuple[int, ...]]) -> None:
-    """The tau of every mesh, the answers, and the largest share of an array that one device holds while they decode."""
+    """Of every mesh: tau, the answers; the largest share of an array that one device holds while they decode, and the
+    mesh's axes that split arrays then.
+    """
     decode, held, answers = evaluation.decode, [], []
 
     def watched(target: Any, draft: Any, *args: Any, **options: Any) -> Any:
         leaves = jax.tree.leaves((target.params.layers, draft.params))
         shares = [leaf.addressable_shards[0].data.size / leaf.size for leaf in leaves if leaf.ndim > 1]
-        held.append(max(shares))
+        specs = [leaf.sharding.spec for leaf in leaves] if on_a_mesh(leaves) else []
+        held.append((max(shares), sorted({axis for spec in specs for axis in spec if axis})))
         events = list(decode(target, draft, *args, **options))
         answers.append([event.answer.token_ids for event in events if event.answer is not None])
         return events
@@ -44,7 +53,7 @@ def main(folder: Path, meshes: list[tuple[int, ...]]) -> None:
     for sizes in [(), *meshes]:
         output = folder / ("run" + "-".join(map(str, sizes)))
         result = loop.train(dataclasses.replace(config_of(folder), output=str(output), mesh=sizes))
-        found.append({"tau": result.evaluation["decoding_tau"], "answers": answers.pop(), "share": held.pop()})
+        found.append({"tau": result.evaluation["decoding_tau"], "answers": answers.pop(), "held": held.pop()})
     print(json.dumps(found))
 
 

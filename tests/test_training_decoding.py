@@ -9,10 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from eagle3_jax.training.evaluation import decoding_sizes
+from eagle3_jax.checkpoint import load_target
+from eagle3_jax.sharding import entered, make_mesh
+from eagle3_jax.training.evaluation import decoding_sizes, split_for_decoding
 from eagle3_jax.training.loop import train
 from tests import tiny, tiny_tokenizers
 from tests.on_eight_decoding import config_of
@@ -45,6 +48,22 @@ def test_what_fsdp_splits_is_split_by_tensor_as_far_as_heads_divide():
     assert decoding_sizes(sizes(1, 2, 1, 4), 9) == (1, 2, 1, 4)  # nothing to do
 
 
+def test_a_copy_for_decoding_has_its_layers_apart_and_a_tied_head_once(folder: Path):
+    mesh = make_mesh((1, 1, 1), devices=jax.devices()[:1])
+    each, stacked = (load_target(folder, mesh=mesh, layers=layers) for layers in ("each", "stacked"))
+    draft = tiny.draft(each, taps=(0, 1, 2))
+    with entered(mesh):
+        target, copy = split_for_decoding(stacked, draft, mesh)
+        params = dataclasses.replace(stacked.params, lm_head=stacked.params.embed)
+        tied, _ = split_for_decoding(dataclasses.replace(stacked, params=params), draft, mesh)
+    assert jax.tree.structure(target) == jax.tree.structure(each)
+    jax.tree.map(np.testing.assert_array_equal, target, each)
+    jax.tree.map(np.testing.assert_array_equal, copy, draft)
+    assert copy.embed is target.params.embed
+    assert target.params.lm_head is not target.params.embed
+    assert tied.params.lm_head is tied.params.embed
+
+
 @pytest.mark.full
 def test_held_out_prompts_are_decoded_on_a_mesh_as_on_one_device(folder: Path):
     done = subprocess.run(
@@ -59,7 +78,8 @@ def test_held_out_prompts_are_decoded_on_a_mesh_as_on_one_device(folder: Path):
     for found in meshes:
         assert found["tau"] == alone["tau"]
         assert found["answers"] == alone["answers"]
-    assert [found["share"] for found in meshes] == [1 / 8, 1 / 4, 1]
+    # Nothing is gathered: what fsdp splits in training is split by tensor.
+    assert [found["held"] for found in meshes] == [[1 / 8, ["tensor"]], [1 / 4, ["tensor"]], [1, []]]
 
 
 @pytest.mark.full
