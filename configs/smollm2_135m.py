@@ -7,10 +7,29 @@
 
 Then `smollm2_135m_unrolled.py`. A one-step update costs a quarter of a seven-step one and teaches most of what there is
 to learn; answers are the target's own, dialogues may be anybody's. Two cores with AMX: about 40 minutes for 4,000
-updates (and a minute for every 65,000 tokens of features).
+updates (and a minute for every 65,000 tokens of features). Meshes for more devices: see there.
 """
 
+from eagle3_jax.config import TargetConfig
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.training.config import TrainConfig
+
+
+def target_shape() -> TargetConfig:
+    """The target's config.json, so that a plan needs no download."""
+    return TargetConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=100000.0),
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
 
 
 def config() -> TrainConfig:

@@ -7,6 +7,9 @@ The mesh is that of sixteen devices, fsdp alone, as of v5e:4x4 (16 GB a chip); a
 
     eagle3-jax plan configs/vicuna_13b.py --topology v5e:4x4
     eagle3-jax plan configs/vicuna_13b.py --topology h100:8 --mesh '(1,8,1)'
+
+On v5e:4x4 a chip holds 9.3 of 15.8 GiB, and an update takes at least 1.2 s; on h100:8, by arithmetic, 13.1 of 55.9 GiB
+and 0.48 s. Compute binds.
 """
 
 from eagle3_jax.config import TargetConfig

@@ -53,6 +53,11 @@ CHIPS = {
     "h100": Chip("gpu", POOL * 80e9, 989e12, 67e12, 3350e9, 450e9, 50e9),
     "h200": Chip("gpu", POOL * 141e9, 989e12, 67e12, 4800e9, 450e9, 50e9),
 }
+# What jax calls them; others of a family, such as PCIe cards, have other rates.
+KINDS = {
+    "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e",
+    "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,19 @@ class Topology:
     chip: Chip | None
     count: int
     devices: list[Any] | None
+
+    @property
+    def kind(self) -> str:
+        """What the devices are: a name of `CHIPS`, or where there is none for the local ones, jax's."""
+        if self.chip is not None or not self.devices:
+            return self.name.partition(":")[0]
+        kind = str(self.devices[0].device_kind)
+        return KINDS.get(kind, kind)
+
+    @property
+    def rates(self) -> Chip | None:
+        """What each device can do; None for local ones that `KINDS` does not know."""
+        return self.chip or CHIPS.get(self.kind)
 
 
 def find_topology(name: str, slices: int = 1) -> Topology:

@@ -19,9 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from eagle3_jax.cache import cache_bucket
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import draft_specs
 from eagle3_jax.errors import InputError
@@ -31,17 +29,19 @@ from eagle3_jax.params import count_params
 from eagle3_jax.sharding import AXES, entered, make_mesh
 from eagle3_jax.target import target_specs
 from eagle3_jax.training.abstract import (
+    AbstractRound,
     AbstractRun,
+    abstract_round,
     abstract_run,
     device_bytes,
-    trace_round,
     trace_teacher,
     trace_update,
     unique_params,
 )
 from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.evaluation import chain_length
 from eagle3_jax.training.head import HEAD_CHUNK, ceil_div
-from eagle3_jax.training.start import new_shape
+from eagle3_jax.training.start import planned_shape
 from eagle3_jax.training.step import ARGMAX_CHUNK
 
 LEAST_ROW = 512  # rows that are not advised to be made shorter
@@ -76,45 +76,32 @@ class Program:
         return sum(self.parts.values())
 
 
-def make_plan(config: TrainConfig, shape: TargetConfig, topology: Topology, *, decoding: bool = True) -> dict[str, Any]:
+def make_plan(config: TrainConfig, shape: TargetConfig, topology: Topology) -> dict[str, Any]:
     """Compile, or estimate, a run.
 
     Args:
       config: the run.
       shape: of its target, whose weights are not read.
       topology: the devices.
-      decoding: plan a round of decoding as well.
 
     Returns:
-      topology, devices, estimated, attention (who computes it), fits (None where the devices' memory is not known),
-      bytes_per_device (of the largest program), programs, flops_per_step, roofline_seconds, bound, compile_seconds,
-      advice.
+      topology, devices, device_kind, estimated, attention (who computes it), fits (None where the devices' memory is
+      not known), bytes_per_device, programs, flops_per_step, roofline_seconds, bound (both None where the devices'
+      rates are not known), compile_seconds, advice.
+
+      bytes_per_device has what the largest program takes. Its `caches` are those of a round of decoding at an
+      evaluation, which is no part of an update: there `temporary` is what is needed beyond their space.
 
     Raises:
       InputError: see `abstract_run` and `make_mesh`.
     """
-    if topology.devices is None:
-        return _estimate(config, shape, topology)
-    mesh = None
-    if config.mesh:
-        mesh = make_mesh(config.mesh, slices=config.slices, devices=topology.devices)
-    elif topology.chip is not None:
-        if topology.count > 1:
-            raise _no_mesh(config, topology)
-        # One device that is not here: a mesh of one says where to compile for.
-        mesh = make_mesh((1, 1, 1), devices=topology.devices)
-    platform = topology.devices[0].platform if topology.chip is None else topology.chip.platform
+    mesh, estimated = _mesh(config, topology), topology.devices is None
+    platform = topology.devices[0].platform if topology.devices else "gpu"
     run = abstract_run(config, shape, mesh, platform)
-    with entered(mesh), jax.default_matmul_precision(config.precision):
-        flops = _flops(run)
-        programs = {"update": _update(run)}
-        if not config.features:
-            programs["teacher"] = _teacher(run)
-    # What training takes decides; a round of decoding is a program of its own.
-    largest = max(programs.values(), key=lambda program: program.total)
-    if decoding:
-        with jax.default_matmul_precision(config.precision):
-            programs["round"] = _round(config, shape, mesh, platform)
+    with jax.default_matmul_precision(config.precision):
+        with jax.sharding.use_abstract_mesh(mesh) if estimated else entered(mesh):
+            flops = _flops(run)
+        programs = _estimated(run) if estimated else _compiled_programs(run, platform)
     memory = _memory(topology)
     described = {
         name: {
@@ -123,12 +110,35 @@ def make_plan(config: TrainConfig, shape: TargetConfig, topology: Topology, *, d
         }
         for name, one in programs.items()
     }  # fmt: skip
+    parts = dict(max(programs.values(), key=lambda program: program.total).parts)
+    if "round" in programs and not parts["caches"]:
+        parts["caches"] = programs["round"].parts["caches"]
+        parts["temporary"] = max(0, parts["temporary"] - parts["caches"])
+    count = 1 if mesh is None else mesh.size
     found = {
-        "topology": topology.name, "devices": topology.count if mesh is not None else 1, "estimated": False,
-        "attention": run.attention, "bytes_per_device": {"total": largest.total, **largest.parts},
+        "topology": topology.name, "devices": count, "device_kind": topology.kind, "estimated": estimated,
+        "attention": run.attention, "bytes_per_device": {"total": sum(parts.values()), **parts},
         "programs": described, "compile_seconds": sum(program.seconds for program in programs.values()),
     }  # fmt: skip
-    return found | _verdict(config, shape, topology, flops, largest.total)
+    return found | _verdict(config, shape, topology, flops, count, sum(parts.values()))
+
+
+def _mesh(config: TrainConfig, topology: Topology) -> Any:
+    """The devices as a mesh; None for one local device."""
+    if topology.devices is None:
+        sizes = _mesh_sizes(config)
+        if math.prod(sizes.values()) != topology.count:
+            raise _no_mesh(config, topology)
+        kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+        return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    if config.mesh:
+        return make_mesh(config.mesh, slices=config.slices, devices=topology.devices)
+    if topology.chip is None:
+        return None
+    if topology.count > 1:
+        raise _no_mesh(config, topology)
+    # One device that is not here: a mesh of one says where to compile for.
+    return make_mesh((1, 1, 1), devices=topology.devices)
 
 
 def _no_mesh(config: TrainConfig, topology: Topology) -> InputError:
@@ -185,77 +195,62 @@ def _program(traced: jax.stages.Traced, held: dict[str, int], arguments: int) ->
     return Program(parts, arguments, whole, seconds)
 
 
+def _compiled_programs(run: AbstractRun, platform: str) -> dict[str, Program]:
+    """What training runs, as the devices' own compiler has it."""
+    programs, held = {}, _held(run)
+    with entered(run.mesh):
+        read = device_bytes((run.state, run.batches, run.model, run.teacher))
+        programs["update"] = _program(trace_update(run), held, read)
+        if not run.config.features:
+            rows = device_bytes(run.batches.tokens) // run.config.accumulation
+            programs["teacher"] = _program(trace_teacher(run), held, device_bytes(run.target.params) + 3 * rows)
+    if run.config.decodes:
+        one = abstract_round(run, platform)
+        # The compiler counts an array once for every argument that it is: the embedding is also the draft's.
+        read = device_bytes((one.run.target.params, one.draft, one.state))
+        with entered(one.run.mesh):
+            programs["round"] = _program(one.trace(), _held_decoding(run, one), read)
+    return programs
+
+
 def _held(run: AbstractRun) -> dict[str, int]:
     """What stays in memory between the programs of training.
 
-    The batch is there twice: programs are started before the last one has ended, so that the next update's rows and
-    features are made while this one's are in use.
+    The batch is there three times: programs are started before the last one has ended, so that the next update's
+    micro-batches, and the stack of them, are made while this one's is in use.
     """
     head = device_bytes(run.teacher)
     return {
         "target": device_bytes(run.kept) + head,
         "draft": device_bytes(run.state.params) + device_bytes(run.model.vocab),
         "optimiser": device_bytes(run.state.opt_state),
-        "batch": 2 * device_bytes(run.batches),
+        "batch": 3 * device_bytes(run.batches),
     }
 
 
-def _update(run: AbstractRun) -> Program:
-    read = device_bytes((run.state, run.batches, run.model, run.teacher))
-    return _program(trace_update(run), _held(run), read)
+def _held_decoding(run: AbstractRun, one: AbstractRound) -> dict[str, int]:
+    """What is in memory while an evaluation decodes: all that training goes on with, a narrow draft, and the caches."""
+    held = _held(run)
+    copies = device_bytes(unique_params(one.run.target)) if one.copied else 0
+    vocab = device_bytes(one.draft.vocab) if one.copied else 0
+    return held | {
+        "target": held["target"] + copies,
+        "draft": held["draft"] + device_bytes(one.draft.params) + vocab,
+        "batch": 0,
+        "caches": device_bytes(one.state),
+    }
 
 
-def _teacher(run: AbstractRun) -> Program:
-    rows = device_bytes(run.batches.tokens) // run.config.accumulation
-    return _program(trace_teacher(run), _held(run), device_bytes(run.target.params) + 3 * rows)
+def _estimated(run: AbstractRun) -> dict[str, Program]:
+    """Programs by arithmetic.
 
-
-def _round(config: TrainConfig, shape: TargetConfig, mesh: Mesh | None, platform: str) -> Program:
-    """Decoding alone: the target, the draft and both caches, one sequence for each copy of the weights.
-
-    Weights that fsdp splits in training are split by tensor here, as far as heads divide: a round is too short to
-    gather them.
+    Temporary bytes of an update are the sum of: the gradients gathered in fp32, and split as the draft is; the draft
+    gathered in the compute precision; for each row that a device has, what every unrolled step keeps for the backward
+    pass, and four copies of all steps' outputs that the loss arranges; the largest layer of the target, gathered twice
+    over; one chunk of logits and their gradient, of all steps. Of a round: a layer, and the logits of its tokens twice.
     """
-    rows = 1
-    if mesh is not None:
-        parts = mesh.shape["fsdp"] * mesh.shape["tensor"]
-        tensor = next(size for size in range(parts, 0, -1) if parts % size == 0 and shape.num_heads % size == 0)
-        sizes = (mesh.shape["data"] * parts // tensor, 1, tensor)
-        rows = mesh.shape["slice"] * sizes[0]
-        mesh = make_mesh(sizes, slices=mesh.shape["slice"], devices=mesh.devices.flatten().tolist())
-        config = dataclasses.replace(config, mesh=sizes, batch_rows=rows)
-    run = abstract_run(config, shape, mesh, platform, stacked=False)
-    length = cache_bucket(config.row_length, shape.context_limit)
-    with entered(mesh):
-        traced, state, draft = trace_round(run, rows, length)
-        held = {
-            "target": device_bytes(unique_params(run.target)),
-            "draft": device_bytes(draft.params) + device_bytes(draft.vocab),
-            "caches": device_bytes(state),
-        }
-        # The compiler counts an array once for every argument that it is: the embedding is also the draft's.
-        return _program(traced, held, device_bytes((run.target.params, draft, state)))
-
-
-def _estimate(config: TrainConfig, shape: TargetConfig, topology: Topology) -> dict[str, Any]:
-    """A plan by arithmetic.
-
-    Temporary bytes are the sum of: the gradients gathered in fp32, and split as the draft is; the draft gathered in the
-    compute precision; for each row that a device has, what every unrolled step keeps for the backward pass, and four
-    copies of all steps' outputs that the loss arranges; the largest layer of the target, gathered twice over; one chunk
-    of logits and their gradient, of all steps.
-    """
-    assert topology.chip is not None
-    sizes = _mesh_sizes(config)
-    if math.prod(sizes.values()) != topology.count:
-        raise _no_mesh(config, topology)
-    mesh = jax.sharding.AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
-    )
-    run = abstract_run(config, shape, mesh, topology.chip.platform)  # type: ignore[arg-type]
-    with jax.sharding.use_abstract_mesh(mesh):
-        flops = _flops(run)
-    draft, parts, tensor = run.model.config, sizes["slice"] * sizes["data"] * sizes["fsdp"], sizes["tensor"]
+    config, shape, draft, sizes = run.config, run.target.config, run.model.config, _mesh_sizes(run.config)
+    parts, tensor = sizes["slice"] * sizes["data"] * sizes["fsdp"], sizes["tensor"]
     wide = jnp.dtype(config.compute_dtype).itemsize
     tokens = config.batch_rows * config.row_length // parts
     kept = (_kept_widths(config, draft, tensor) + 4 * draft.hidden_size) * wide * tokens * config.max_steps
@@ -265,13 +260,17 @@ def _estimate(config: TrainConfig, shape: TargetConfig, topology: Topology) -> d
     chunk = HEAD_CHUNK * config.max_steps * draft.draft_vocab_size // tensor * 8
     held = _held(run)
     temporary = held["optimiser"] // 2 + weights * (4 + wide) + kept + gathered + chunk
-    bytes_of = {name: held.get(name, 0) for name in PARTS} | {"temporary": temporary}
-    total = sum(bytes_of.values())
-    found = {
-        "topology": topology.name, "devices": topology.count, "estimated": True, "attention": run.attention,
-        "bytes_per_device": {"total": total, **bytes_of}, "programs": {}, "compile_seconds": 0.0,
-    }  # fmt: skip
-    return found | _verdict(config, shape, topology, flops, total)
+    read = device_bytes((run.state, run.batches, run.model, run.teacher))
+    zeros = dict.fromkeys(PARTS, 0)
+    programs = {"update": Program(zeros | held | {"temporary": temporary}, read, None, 0.0)}
+    if config.decodes:
+        one = abstract_round(run, "gpu")
+        logits = (chain_length(config) + 1) * shape.vocab_size * 4
+        temporary = 2 * logits + device_bytes(one.run.target.params.layers) // shape.num_layers
+        read = device_bytes((one.run.target.params, one.draft, one.state))
+        parts_of = zeros | _held_decoding(run, one) | {"temporary": temporary}
+        programs["round"] = Program(parts_of, read, None, 0.0)
+    return programs
 
 
 def _kept_widths(config: TrainConfig, draft: DraftConfig, tensor: int) -> int:
@@ -326,8 +325,10 @@ def traffic(
     return memory, network, slow
 
 
-def _verdict(config: TrainConfig, shape: TargetConfig, topology: Topology, flops: int, total: int) -> dict[str, Any]:
-    memory_size, chip, count = _memory(topology), topology.chip, topology.count
+def _verdict(
+    config: TrainConfig, shape: TargetConfig, topology: Topology, flops: int, count: int, total: int
+) -> dict[str, Any]:
+    memory_size, chip = _memory(topology), topology.rates
     found: dict[str, Any] = {"flops_per_step": flops, "fits": None, "advice": ""}
     if memory_size is not None:
         found["fits"] = total <= memory_size
@@ -338,7 +339,7 @@ def _verdict(config: TrainConfig, shape: TargetConfig, topology: Topology, flops
             )
     if chip is None:
         return found | {"roofline_seconds": None, "bound": None}
-    draft = new_shape(config, shape, config.taps or shape.default_taps)
+    draft = planned_shape(config, shape)
     memory, network, slow = traffic(config, shape, draft, _mesh_sizes(config))
     seconds = {
         "compute": flops / count / (chip.flops if config.precision == "default" else chip.flops_fp32),
@@ -363,10 +364,10 @@ def _remedies(config: TrainConfig) -> list[str]:
     parts = max(1, config.slices * (config.mesh[0] * config.mesh[1] if config.mesh else 1))
     if config.batch_rows > parts:
         found.append(f"--batch_rows {parts} with more --accumulation")
+    if config.decodes:
+        found.append("--decoded_prompts 0")
     if not config.features:
-        found.append(
-            "features on disk (eagle3-jax data features) and --decoded_prompts 0: no target's layers in memory"
-        )
+        found.append("features on disk (eagle3-jax data features): with no prompts decoded, no target's layers")
     found.append("more devices" if config.row_length <= LEAST_ROW else "shorter rows (--row_length), more devices")
     return found
 
@@ -380,13 +381,14 @@ def shown(plan: Mapping[str, Any]) -> str:
     lines += [f"  {name:<12}{gib(value)}" for name, value in plan["bytes_per_device"].items()]
     for name, program in plan["programs"].items():
         compiled = "refused by the compiler" if program["compiled"] is None else gib(program["compiled"]).strip()
+        itself = "" if plan["estimated"] else f"; itself, as compiled: {compiled}"
         verdict = "" if program["fits"] is None else "; fits" if program["fits"] else "; does not fit"
-        lines.append(
-            f"  {name:<12}{gib(program['total'])} held while it runs; itself, as compiled: {compiled}{verdict}"
-        )
+        lines.append(f"  {name:<12}{gib(program['total'])} held while it runs{itself}{verdict}")
     lines.append(f"  {plan['flops_per_step']:.3e} operations an update")
     if plan["bound"]:
         lines.append(f"  at least {plan['roofline_seconds']:.3f} s an update, bound by {plan['bound']}")
+    else:
+        lines.append(f"  no time: what one {plan['device_kind']} can do is not known")
     if plan["fits"] is not None:
         lines.append("  fits" if plan["fits"] else f"  does not fit: {plan['advice']}")
     return "\n".join(lines)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from eagle3_jax.errors import InputError
@@ -72,6 +74,31 @@ def test_numbers_reach_tensorboard_and_wandb(packages: list[Any], tmp_path: Path
     assert options["resume"] == "allow"
     assert "a line" in capsys.readouterr().err
     assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "process"), [(Terminal, 0), (io.StringIO, 0), (Terminal, 1)])
+def test_a_terminal_gets_a_bar_from_the_first_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stream: type[io.StringIO], process: int
+):
+    err = stream()
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    with Journal(tmp_path / "metrics.jsonl", begun=2, updates=4) as journal:
+        for update in (3, 4):
+            journal.record(ENTRY, f"a line of {update}")
+            journal.advance()
+    said = err.getvalue()
+    assert ("a line of 3" in said) == (process == 0)
+    # From where the run was resumed to its end.
+    for part in ("| 2/4 ", "| 4/4 "):
+        assert (part in said) == (stream is Terminal and process == 0)
+    if process == 0 and stream is io.StringIO:
+        assert said == "a line of 3\na line of 4\n"
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eagle3_jax.errors import InputError
@@ -44,6 +46,7 @@ TEXTS: dict[str, tuple[str, Any]] = {
     "learning_rate": ("3e-4", 3e-4),
     "warmup": ("0", 0),
     "final_learning_rate": ("0", 0.0),
+    "learning_rate_phases": ("((10, 'linear', 1), (20, 'cosine', 0.1))", ((10, "linear", 1.0), (20, "cosine", 0.1))),
     "betas": ("(0, 0.99)", (0.0, 0.99)),
     "weight_decay": ("0.1", 0.1),
     "clip": ("1.0", 1.0),
@@ -117,7 +120,12 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
         ({"schedule": ()}, "schedule: phases that add up to updates = 1000; found 0"),
         ({"schedule": ((1000, 0),)}, "schedule: at least one update and one step in every phase"),
         ({"schedule": ((1010, 1), (-10, 2))}, "schedule: at least one update and one step in every phase"),
-        ({"updates": 0, "schedule": (), "warmup": 0}, "warmup: a warm-up shorter than the run of 0"),
+        ({"updates": 0, "schedule": (), "warmup": 0}, "updates: at least 1; found 0"),
+        ({"warmup": 1001}, "warmup: a warm-up no longer than the run of 1000; found 1001"),
+        ({"learning_rate_phases": ((999, "linear", 1.0),)}, "learning_rate_phases: phases that add up to"),
+        ({"learning_rate_phases": ((1000, "step", 1.0),)}, "learning_rate_phases: (updates, linear or cosine"),
+        ({"learning_rate_phases": ((1000, "linear", float("nan")),)}, "learning_rate_phases: (updates, linear or"),
+        ({"learning_rate_phases": ((1010, "linear", 1.0), (-10, "linear", 1.0))}, "learning_rate_phases: (upd"),
         ({"taps": (4, 2)}, "taps: ascending"),
         ({"taps": (2, 2, 4)}, "taps: ascending"),
         ({"taps": (-1, 2)}, "taps: ascending"),
@@ -167,6 +175,32 @@ def test_phases_come_one_after_the_other():
     made = dataclasses.replace(CONFIG, updates=6, schedule=((2, 1), (3, 4), (1, 7)))
     assert [made.steps_at(update) for update in range(6)] == [1, 1, 4, 4, 4, 7]
     assert made.max_steps == 7
+
+
+def rates(config: TrainConfig) -> list[float]:
+    config.check()
+    schedule = config.learning_rates()
+    return [float(np.asarray(schedule(update))) for update in range(config.updates)]
+
+
+def test_phases_of_the_learning_rate_follow_the_closed_form():
+    made = dataclasses.replace(
+        CONFIG, updates=14, schedule=((14, 1),), warmup=99, learning_rate_phases=(
+            (4, "linear", 1.0), (2, "constant", 0.5), (4, "cosine", 0.1), (1, "linear", 0.3), (3, "cosine", 0.6),
+        ),
+    )  # fmt: skip
+    half = lambda step, of: (1 + math.cos(math.pi * step / of)) / 2
+    falling = [0.1 + 0.4 * half(step, 4) for step in (1, 2, 3, 4)]
+    rising = [0.6 - 0.3 * half(step, 3) for step in (1, 2, 3)]
+    assert rates(made) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.5, 0.5, *falling, 0.3, *rising])
+    assert rates(made)[-1] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("warmup", [9, 10])
+def test_a_warmup_as_long_as_the_run_is_finite(warmup: int):
+    made = dataclasses.replace(CONFIG, updates=10, schedule=((10, 1),), warmup=warmup, learning_rate=1.0)
+    rise = [1 / warmup + (1 - 1 / warmup) * step / warmup for step in range(warmup)]
+    assert rates(made) == pytest.approx([*rise, 1.0][:10])
 
 
 def test_a_config_file_is_run(tmp_path: Path):

@@ -14,10 +14,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +30,16 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from eagle3_jax.checkpoint import fingerprint, load_target, save_draft
 from eagle3_jax.errors import InputError
+from eagle3_jax.files import at
 from eagle3_jax.training import loop
+from eagle3_jax.training import setup as training_setup
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig, load_config
 from eagle3_jax.training.evaluation import evaluate, held_out_prompts
-from eagle3_jax.training.features import FeatureRows, write_features
+from eagle3_jax.training.features import FeatureRows, Rows, rows_mark, write_features
 from eagle3_jax.training.loop import Result, train
 from eagle3_jax.training.reporting import finite
+from eagle3_jax.training.row_files import rows_file
 from eagle3_jax.training.setup import packed_rows, prepare
 from eagle3_jax.training.step import TrainState, make_eval_step
 from tests import tiny, tiny_tokenizers
@@ -58,6 +63,22 @@ def killed_before(source, destination, **options):
     return rename(source, destination, **options)
 os.rename = killed_before
 train(eval(sys.argv[1]))
+"""
+
+
+COMMAND = """
+import sys, time
+from eagle3_jax import cli
+from eagle3_jax.training import loop
+
+def slow(*args, **options):
+    print("loading", file=sys.stderr, flush=True)
+    for _ in range(600):
+        time.sleep(0.1)
+
+if sys.argv[1] == "loading":
+    loop.prepare = slow
+sys.exit(cli.main(sys.argv[2:]))
 """
 
 
@@ -242,6 +263,72 @@ def test_an_interrupted_run_saves_and_continues_bit_for_bit(
     assert steps_on_disk(tmp_path / "run") == ["10", "20"]
 
 
+@pytest.mark.parametrize("moment", ["loading", "training"])
+def test_sigterm_ends_the_command_with_130(
+    settings: TrainConfig, straight: tuple[Path, Result], cache: Path, tmp_path: Path, moment: str
+):
+    """Also before the loop watches signals: then there is nothing to save."""
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), updates=5000, schedule=((5000, 2),))
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from eagle3_jax.training.config import TrainConfig\n"
+        "def config():\n"
+        f"    return {config!r}\n",
+        encoding="utf-8",
+    )  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, moment, "train", str(path), "--cache-dir", str(cache)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith(("update 1/", "loading")):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, rest = process.communicate(timeout=120)
+    assert process.returncode == 130, [*said, rest]
+    assert "Traceback" not in rest
+    if moment == "loading":
+        assert "interrupted" in rest
+        assert not (tmp_path / "run").exists()
+        return
+    (step,) = steps_on_disk(tmp_path / "run")
+    assert logged(tmp_path / "run")[-1]["update"] == json.loads(out)["updates"] == int(step) < 5000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_in_a_save_leaves_no_more_than_is_kept(settings: TrainConfig, cache: Path, tmp_path: Path, moment: str):
+    """One checkpoint and the best are kept; killed as the fourth save takes its name, and right after."""
+    output = tmp_path / "run"
+    config = dataclasses.replace(
+        settings, output=str(output), updates=12, schedule=((12, 2),), keep=1, save_every=2, eval_every=2
+    )
+    child = CHILD.replace('"20"', '"8"')
+    if moment == "after":
+        child = child.replace("        os.kill", "        rename(source, destination, **options)\n        os.kill")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", child, repr(config), str(cache)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    whole = [name for name in steps_on_disk(output) if "tmp" not in name]
+    assert len(whole) <= config.keep + 2
+    run = RunFolder(output)
+    assert run.latest() == max(map(int, whole)) == (6 if moment == "before" else 8)
+    run.close()
+    assert train(config).finished
+    joint = {entry["update"]: sum(entry["held_out"]["joint"]) for entry in logged(output) if "held_out" in entry}
+    # The later of equals.
+    best = max(joint, key=lambda update: (joint[update], update))
+    assert steps_on_disk(output) == sorted({str(best), "12"})
+    run = RunFolder(output)
+    assert (run.latest(), run.manager.best_step()) == (12, best)
+    run.close()
+
+
 @pytest.mark.full
 def test_ten_kills_at_any_moment_cost_nothing(settings: TrainConfig, cache: Path, tmp_path: Path):
     """60 updates, saved every third; killed somewhere between the first update and the last, also while saving."""
@@ -298,6 +385,100 @@ def test_held_out_prompts_are_decoded_for_real(
         start = int((row["spans"] > 0).argmax())
         assert request.tokens == tuple(row["tokens"][:start].tolist())
     assert len(held_out_prompts(setup, 99, ())) == len(rows)  # one document a row
+
+
+@pytest.mark.parametrize("promised", [1.0, 2.0])
+def test_a_gap_between_promised_and_real_decoding_is_warned_about(
+    settings: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    promised: float,
+):  # fmt: skip
+    monkeypatch.setattr(loop, "promised_tau", lambda *_: promised)
+    monkeypatch.setattr(loop, "decode_held_out", lambda *_: 1.2)
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), updates=1, schedule=((1, 2),), warmup=0,
+                                 decoded_prompts=1, final_learning_rate=1e-3)  # fmt: skip
+    found = train(config).evaluation
+    assert (found["promised_tau"], found["decoding_tau"]) == (promised, 1.2)
+    warned = "real decoding accepts 40 % less than teacher forcing promises" in caplog.text
+    assert warned == (promised == 2.0)
+
+
+def test_rows_are_read_ahead_in_the_order_of_the_updates(
+    settings: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"))
+    training = loop._Training(config, None)
+    seen = []
+    with closing(training.loader(0)) as straight, closing(training.loader(7)) as resumed:
+        for update in range(10):
+            rows = next(straight)
+            if update >= 7:
+                jax.tree.map(np.testing.assert_array_equal, rows[0].parts, next(resumed)[0].parts)
+            expected = [
+                training.setup.rows[cast(int, training.order[update * BATCH + place])] for place in range(BATCH)
+            ]
+            np.testing.assert_array_equal(rows[0].parts[0, BATCH]["tokens"], [row["tokens"] for row in expected])
+            seen += rows[0].parts[0, BATCH]["tokens"].tolist()
+    training.folder.close()
+    # Ten updates are an epoch: every row that is trained on, once.
+    epoch = [training.setup.rows[int(index)]["tokens"].tolist() for index in training.setup.train_order]
+    assert sorted(seen) == sorted(epoch)
+    # While an update runs, the rows of the next are read.
+    read, second = loop.read_rows, threading.Event()
+    calls = []
+
+    def slow(*args: Any) -> Any:
+        calls.append(threading.current_thread())
+        if len(calls) == 2:
+            second.set()
+        return read(*args)
+
+    monkeypatch.setattr(loop, "read_rows", slow)
+    overlapped = []
+    at_update(monkeypatch, 1, lambda: overlapped.append(second.wait(30)))
+    changes: dict[str, Any] = {"updates": 2, "schedule": ((2, 2),), "warmup": 0, "final_learning_rate": 1e-3}
+    train(dataclasses.replace(config, output=str(tmp_path / "other"), held_out_rows=0, **changes))
+    assert overlapped == [True]
+    assert threading.main_thread() not in calls
+
+
+def test_rows_are_packed_once(settings: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(settings.target, tmp_path / "target")
+    config = dataclasses.replace(settings, target=str(tmp_path / "target"), output=str(tmp_path / "run"))
+    kept = lambda: {path.name for path in (tmp_path / "run").glob("rows-*")}
+    again = lambda: prepare(config, RunFolder(tmp_path / "run")).rows
+    before = again()
+    (name,) = kept()
+    with monkeypatch.context() as patch:
+        patch.setattr(training_setup, "packed_rows", lambda config: pytest.fail("packed again"))
+        after = again()
+    assert rows_mark(after) == rows_mark(before) == rows_mark(Rows(packed_rows(config)))
+    # A damaged file is replaced.
+    path = tmp_path / "run" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert rows_mark(again()) == rows_mark(before)
+    assert path.read_bytes() == whole
+    # What the rows follow from is in the name: fields, contents of the data, tokenizer; not what else a config says.
+    names = [rows_file(config, tmp_path)]
+    for changes in (
+        {"template": (("enable_thinking", False),)},
+        {"row_length": 64},
+        {"last_turn_only": True},
+        {"seed": 1},
+    ):
+        names.append(rows_file(dataclasses.replace(config, **changes), tmp_path))
+    assert rows_file(dataclasses.replace(config, updates=99, learning_rate=1.0), tmp_path) == names[0]
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes(Path(config.data[0]).read_bytes())
+    copied = dataclasses.replace(config, data=(str(data),))
+    assert rows_file(copied, tmp_path) == names[0]
+    data.write_bytes(data.read_bytes().replace(b"red", b"two"))  # of the same size
+    names.append(rows_file(copied, tmp_path))
+    tokenizer = tmp_path / "target" / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    names.append(rows_file(config, tmp_path))
+    assert len(set(names)) == 7
+    assert rows_file(config, at("gs://bucket/run")) is None
 
 
 def test_layers_are_loaded_only_where_something_runs_them(settings: TrainConfig, tmp_path: Path):
@@ -479,13 +660,22 @@ def test_an_update_with_nothing_to_learn_is_skipped_and_said_to_be(
         return real(row, supervise) | ({"spans": np.zeros_like(row["spans"])} if second else {})
 
     monkeypatch.setattr(loop, "supervised", blind)
-    config = dataclasses.replace(settings, output=str(tmp_path / "run"), updates=3, schedule=((3, 2),), held_out_rows=0)
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), updates=3, schedule=((3, 2),), warmup=1, held_out_rows=0
+    )
     train(config)
     entries = logged(tmp_path / "run")
     assert [entry["loss"] == "skipped" for entry in entries] == [False, True, False]
     assert [entry["skipped"] for entry in entries] == [0, 1, 1]
     assert "SKIPPED (1 so far)" in capsys.readouterr().err
-    assert int(saved(tmp_path / "run")["skipped"]) == 1
+    state = saved(tmp_path / "run")
+    assert int(state["skipped"]) == 1
+    # The schedule goes by the run's updates, so that the last rate is the floor; Adam counts what it was given.
+    rates = [float(config.learning_rates()(update)) for update in range(3)]
+    np.testing.assert_allclose([entry["learning_rate"] for entry in entries], rates, rtol=1e-5)
+    assert rates[-1] == pytest.approx(config.final_learning_rate)
+    counts = [int(leaf) for leaf in jax.tree.leaves(state["opt_state"]) if np.ndim(leaf) == 0]
+    assert sorted(counts) == [2, 3]
 
 
 @pytest.mark.full

@@ -16,12 +16,15 @@ import pytest
 from eagle3_jax import cli
 from eagle3_jax.checkpoint import fingerprint, load_draft, load_target, save_draft
 from eagle3_jax.errors import InputError
+from eagle3_jax.rope import RopeConfig
 from eagle3_jax.training import loop
 from eagle3_jax.training.checkpoint import RunFolder
 from eagle3_jax.training.config import TrainConfig
-from eagle3_jax.training.features import write_features
+from eagle3_jax.training.evaluation import evaluate_rows
+from eagle3_jax.training.features import Rows, write_features
 from eagle3_jax.training.loop import train
 from eagle3_jax.training.setup import packed_rows, prepare, supervised
+from eagle3_jax.training.start import planned_shape
 from tests import tiny, tiny_tokenizers
 
 TAPS = (0, 1, 2)
@@ -81,6 +84,78 @@ def test_a_draft_of_another_shape_is_not_continued(settings: TrainConfig, begun:
     for text in ("rope_theta 500000.0, draft_vocab_size 64, fc_norm True", "rope_theta 10000.0, draft_vocab_size 96"):
         assert text in str(error.value)
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_draft_that_is_continued_decides_what_the_config_leaves_open(settings: TrainConfig, tmp_path: Path) -> None:
+    """Taps, rotary embedding, vocabulary and switches; the first evaluation is that of the draft itself."""
+    target = load_target(Path(settings.target))
+    rope = RopeConfig(theta=5e5, kind="linear", factor=2.0)
+    draft = tiny.draft(target, taps=(0, 2), rope=rope, norm_output=True)
+    save_draft(tmp_path / "begun", draft, dtype=jnp.float32)
+    open_fields = {"taps": (), "draft_vocab_size": 8192}
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), init=str(tmp_path / "begun"), eval_every=1, **open_fields
+    )
+    # Learning rate 0: what is evaluated after the update is the draft as it was.
+    found = train(config).evaluation
+    run = RunFolder(tmp_path / "run")
+    _, shape, vocab = run.read()
+    assert (shape.taps, shape.rope, shape.draft_vocab_size, shape.norm_output) == ((0, 2), rope, 96, True)
+    np.testing.assert_array_equal(vocab.d2t, draft.vocab.d2t)
+    setup = prepare(dataclasses.replace(config, output=str(tmp_path / "other")), RunFolder(tmp_path / "other"))
+    packed = packed_rows(settings)
+    held_out = Rows(type(packed)(**{name: array[setup.held_out] for name, array in vars(packed).items()}))
+    own = evaluate_rows(target, load_draft(tmp_path / "begun", target), held_out, 2)
+    assert found["accuracy"] == pytest.approx(own["accuracy"])
+    assert found["joint"] == pytest.approx(own["joint"])
+    # A plan is of that draft as well.
+    assert planned_shape(config, target.config).taps == (0, 2)
+    assert planned_shape(config, target.config).draft_vocab_size == 96
+    # A resume asks the run, not the draft, which may be gone.
+    shutil.rmtree(tmp_path / "begun")
+    assert train(config).finished
+    with pytest.raises(InputError, match="taps"):
+        train(dataclasses.replace(config, taps=(0, 1)))
+
+
+def test_taps_that_the_continued_draft_does_not_have_are_refused(
+    settings: TrainConfig, begun: Path, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(settings, output=str(tmp_path / "run"), init=str(begun), taps=(0, 2))
+    with pytest.raises(InputError, match=r"with taps \(0, 2\); found taps \(0, 1, 2\)"):
+        train(config)
+
+
+@pytest.mark.full
+def test_eagles_first_objective_trains_is_exported_and_decodes(
+    settings: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target's final hidden state as the only feature, a feature loss, the head frozen."""
+    target = load_target(Path(settings.target))
+    config = dataclasses.replace(
+        settings, output=str(tmp_path / "run"), taps=(3,), feature_loss=1.0, token_loss=0.1, freeze_head=True,
+        updates=2, schedule=((2, 1),), learning_rate=1e-3, final_learning_rate=1e-3,
+    )  # fmt: skip
+    found = train(config).evaluation
+    assert found["feature_loss"][0] > 0
+    run = RunFolder(tmp_path / "run")
+    params = run.manager.restore(run.latest())["params"]
+    _, shape, vocab = run.read()
+    run.close()
+    assert shape.taps == (3,)
+    head = np.asarray(target.params.lm_head)[np.asarray(vocab.d2t)]
+    np.testing.assert_array_equal(params["lm_head"], head)
+    begun = prepare(dataclasses.replace(config, output=str(tmp_path / "other")), RunFolder(tmp_path / "other"))
+    assert not np.array_equal(params["fc"], begun.draft.params.fc)
+    assert cli.main(["export", config.output, str(tmp_path / "draft"), "--dtype", "float32"]) == 0
+    capsys.readouterr()
+    texts = []
+    for method in ([], ["--draft", str(tmp_path / "draft"), "--draft-length", "2"]):
+        asked = ["--target", settings.target, "--prompt", "one two three", "--max-new-tokens", "12", "--json"]
+        assert cli.main(["generate", *asked, *method, "--cache-dir", ""]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 12
 
 
 def test_the_drafts_own_settings_reach_its_folder_and_weights_stay_fp32(settings: TrainConfig, tmp_path: Path) -> None:

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from eagle3_jax.cache import cache_bucket
 from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.drafters import Plan
 from eagle3_jax.generate import Structure, decode_round, empty_state
 from eagle3_jax.sampling import Sampling
-from eagle3_jax.sharding import abstract_placed, batch_axes, partition, replicated
+from eagle3_jax.sharding import AXES, abstract_placed, batch_axes, entered, partition, replicated
 from eagle3_jax.target import Target, stack_specs, target_specs
 from eagle3_jax.training.config import TrainConfig, check_row_length, check_taps
+from eagle3_jax.training.evaluation import DECODED_TOKENS, chain_length, decoding_mesh
 from eagle3_jax.training.loss import Batch
-from eagle3_jax.training.start import new_shape
+from eagle3_jax.training.start import planned_shape
 from eagle3_jax.training.step import (
     Teacher,
     TrainState,
@@ -34,8 +37,7 @@ from eagle3_jax.training.step import (
 )
 from eagle3_jax.vocab import DraftVocab
 
-DRAFT_LENGTH = 4  # of the chain whose round is planned
-EOS = 4  # ids that end an answer, padded to this many
+EOS = 8  # ids that end an answer, padded to this many
 
 
 def device_bytes(tree: Any) -> int:
@@ -101,7 +103,8 @@ def abstract_run(
       InputError: see `TrainConfig.check`; taps, rows or attention that the target or the devices do not have.
     """
     config.check()
-    taps = config.taps or shape.default_taps
+    draft_shape = planned_shape(config, shape)
+    taps = draft_shape.taps
     check_taps(taps, shape.num_layers)
     check_row_length(config.row_length, shape.context_limit)
     attention = config.attention_on(platform, shape.head_dim)
@@ -116,7 +119,6 @@ def abstract_run(
     if stacked:
         specs = dataclasses.replace(specs, layers=stack_specs(cast(Any, specs.layers)))
     target = Target(params=abstract_placed(specs, mesh, target_dtype), config=shape)
-    draft_shape = new_shape(config, shape, taps)
     weights, number = abstract_placed(draft_specs(draft_shape), mesh), array((), jnp.int32)
     opt_state = init_optimizer(optimizer_of(config), weights, mesh)
     vocab = DraftVocab(d2t=array((draft_shape.draft_vocab_size,), jnp.int32), t2d=array((shape.vocab_size,), jnp.bool_))
@@ -163,43 +165,64 @@ def trace_teacher(run: AbstractRun, attention: str | None = None) -> jax.stages.
     return target_features.trace(run.target, rows, rows, rows, taps=taps, attention=attention or run.attention)
 
 
-def trace_round(run: AbstractRun, rows: int, cache_length: int) -> tuple[jax.stages.Traced, Any, Draft]:
-    """A round of greedy decoding with a chain of `DRAFT_LENGTH`, traced.
+@dataclasses.dataclass(frozen=True)
+class AbstractRound:
+    """A round of the greedy decoding of an evaluation: one row, a chain.
 
-    Args:
-      run: gives both models; the draft in the target's precision.
-      rows: sequences, split over the mesh as the rows of a batch are.
-      cache_length: rows of the caches.
-
-    Returns:
-      The traced round, the state that it works on, the draft.
+    Attributes:
+      run: the models, where they decode.
+      copied: whether they are there a second time, split in another way than in training.
+      draft: in the target's precision.
+      state: of `generate`, caches included.
+      structure: its static part.
     """
-    dtype, mesh = run.target.params.embed.dtype, run.mesh
-    narrow = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+    run: AbstractRun
+    copied: bool
+    draft: Draft
+    state: Any
+    structure: Structure
+
+    def trace(self) -> jax.stages.Traced:
+        """The round, traced."""
+        mesh = self.run.mesh
+        row: Any = lambda dtype, size=1: jax.ShapeDtypeStruct(
+            (size,), dtype, sharding=None if mesh is None else replicated(mesh)
+        )
+        sampling = Sampling(row(jnp.float32), row(jnp.int32), row(jnp.float32), row(jnp.uint32))
+        return decode_round.trace(
+            self.run.target, self.draft, self.state, sampling, row(jnp.int32, EOS), structure=self.structure
+        )
+
+
+def abstract_round(run: AbstractRun, platform: str) -> AbstractRound:
+    """Describe a round of decoding, as evaluations of a run do it, with a cache for the longest prompt of its rows."""
+    config, mesh, shape = run.config, run.mesh, run.target.config
+    copied = mesh is not None and mesh.shape["fsdp"] > 1
+    if mesh is not None and copied:
+        mesh = decoding_mesh(mesh, shape.num_heads)
+        sizes = tuple(mesh.shape[name] for name in AXES)
+        config = dataclasses.replace(config, mesh=sizes[1:], batch_rows=sizes[0] * sizes[1])
+        run = abstract_run(config, shape, mesh, platform, stacked=False)
+    dtype, length = run.target.params.embed.dtype, chain_length(config)
+    narrow: Any = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     draft = dataclasses.replace(run.model, params=jax.tree.map(narrow, run.state.params))
-    structure = Structure(plan=Plan(DRAFT_LENGTH))
-    make = lambda target, draft: empty_state(target, draft, batch=rows, cache_length=cache_length, structure=structure)
-    state = jax.eval_shape(make, run.target, draft)
+    structure = Structure(plan=Plan(length))
+    longest = min(config.row_length + DECODED_TOKENS, shape.context_limit) + length + 1
+    rows = cache_bucket(longest, shape.context_limit + length + 1)
+    make = lambda target, draft: empty_state(target, draft, batch=1, cache_length=rows, structure=structure)
+    with entered(mesh) if isinstance(mesh, Mesh) else nullcontext():
+        state = jax.eval_shape(make, run.target, draft)
 
     def place(path: Any, leaf: Any) -> Any:
         if mesh is None:
             return leaf
         # A CPU keeps caches in fp32 (see `cache.empty_cache`); the devices that are planned for may be others.
         name = jax.tree_util.keystr(path)
-        kind = dtype if ".keys" in name or ".values" in name else leaf.dtype
-        axes: tuple[Any, ...] = ("batch", *[None] * (leaf.ndim - 1))
-        if leaf.ndim == 4:
-            axes = ("batch", "kv_heads", None, None)
+        kind = dtype if platform != "cpu" and (".keys" in name or ".values" in name) else leaf.dtype
+        axes = (None, "kv_heads", None, None) if leaf.ndim == 4 else (None,) * leaf.ndim
         return jax.ShapeDtypeStruct(
             leaf.shape, kind, sharding=NamedSharding(mesh, partition(axes, leaf.shape, mesh.shape))
         )
 
-    state = jax.tree_util.tree_map_with_path(place, state)
-
-    def row(dtype: Any) -> Any:
-        sharding = None if mesh is None else NamedSharding(mesh, partition(("batch",), (rows,), mesh.shape))
-        return jax.ShapeDtypeStruct((rows,), dtype, sharding=sharding)
-
-    sampling = Sampling(row(jnp.float32), row(jnp.int32), row(jnp.float32), row(jnp.uint32))
-    eos: Any = jax.ShapeDtypeStruct((EOS,), jnp.int32, sharding=None if mesh is None else replicated(mesh))
-    return decode_round.trace(run.target, draft, state, sampling, eos, structure=structure), state, draft
+    return AbstractRound(run, copied, draft, jax.tree_util.tree_map_with_path(place, state), structure)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import optax
 from eagle3_jax import processes, runtime
 from eagle3_jax.checkpoint import load_draft, load_target, read_target_config, save_draft
 from eagle3_jax.commands import tree_shape
+from eagle3_jax.config import TargetConfig
 from eagle3_jax.draft import Draft, draft_specs
 from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
@@ -40,8 +44,37 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     return override(load_config(Path(args.config)), args.fields)
 
 
+def _shape(args: argparse.Namespace, config: TrainConfig) -> TargetConfig:
+    """The shape of a config's target: as its folder says, or where that is not here, the config file."""
+    folder, shape = Path(config.target), load_shape(Path(args.config))
+    return read_target_config(folder) if folder.exists() or shape is None else shape
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, while nothing else watches it: the loop does, from its first update."""
+
+    def end(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # outside the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def train(args: argparse.Namespace) -> int:
     """Train a draft; see `eagle3-jax train --help`."""
+    with _ended_by_sigterm():
+        return _train(args)
+
+
+def _train(args: argparse.Namespace) -> int:
     config = _config(args)
     config.check()
     if args.distributed or args.coordinator or args.processes is not None or args.process is not None:
@@ -57,7 +90,7 @@ def train(args: argparse.Namespace) -> int:
     if config.compute_dtype != "float32":
         print(f"weights and optimiser in float32, activations and products in {config.compute_dtype}", file=sys.stderr)
     if args.dry_run:
-        found = make_plan(config, read_target_config(Path(config.target)), find_topology("local"), decoding=False)
+        found = make_plan(config, _shape(args, config), find_topology("local"))
         print(shown(found), file=sys.stderr)
         print(json.dumps(found | {"updates": config.updates}))
         return 0
@@ -74,11 +107,7 @@ def plan(args: argparse.Namespace) -> int:
     config.check()
     # Nothing runs: programs are only compiled, and not for this machine.
     runtime.start(args.device if args.topology == "local" else "cpu", "float32", args.cache_dir)
-    folder, shape = Path(config.target), load_shape(Path(args.config))
-    if folder.exists() or shape is None:
-        shape = read_target_config(folder)
-    topology = find_topology(args.topology, config.slices)
-    found = make_plan(config, shape, topology)
+    found = make_plan(config, _shape(args, config), find_topology(args.topology, config.slices))
     print(json.dumps(found) if args.json else shown(found))
     return 0
 

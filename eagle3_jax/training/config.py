@@ -9,7 +9,7 @@ import importlib.util
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,14 @@ from eagle3_jax.draft import REMATERIALISE
 from eagle3_jax.errors import InputError
 from eagle3_jax.training.loss import Objective
 from eagle3_jax.training.reporting import WRITERS
+
+# How a phase of the learning rate goes from one rate to another: (start, end, updates) -> rate by step, from 0.
+_PHASES: Mapping[str, Callable[[float, float, int], optax.Schedule]] = types.MappingProxyType({
+    "linear": optax.linear_schedule,
+    "cosine": lambda start, end, updates: lambda step: end
+    + (start - end) * optax.cosine_decay_schedule(1.0, updates)(step),
+    "constant": lambda start, end, updates: optax.constant_schedule(end),
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +64,9 @@ class TrainConfig:
       learning_rate: the peak.
       warmup: updates of linear rise.
       final_learning_rate: what the cosine decays to at the last update.
+      learning_rate_phases: instead of these three, phases (updates, kind, rate) in order, whose updates add up to
+        `updates`: from the rate before it (0 before the first) a phase goes to its own, which its last update has, by
+        "linear" or "cosine"; "constant" has it all along. Skipped updates count.
       betas, weight_decay, clip: AdamW's, and the bound on the global gradient norm.
       compute_dtype: float32 or bfloat16, of activations and products; weights and optimiser stay in fp32.
       rematerialise: nothing, activations or all: what of each unrolled step is computed again in the backward pass,
@@ -66,8 +77,8 @@ class TrainConfig:
       slices: TPU slices, or nodes, that a slower network joins; each has a copy of the weights.
       seed: of the initial weights and the order of rows.
       eval_every, save_every, log_every: in updates.
-      decoded_prompts: held-out prompts that are decoded for real at every evaluation (by a single process, where fsdp
-        does not split the weights).
+      decoded_prompts: held-out prompts that are decoded for real at every evaluation; where fsdp splits the weights, on
+        a second copy of them that is split by tensor (see `evaluation`), which `plan` counts.
       writers: tensorboard, wandb: where numbers go besides the run's own log.
       keep: checkpoints kept besides the best.
     """
@@ -101,6 +112,7 @@ class TrainConfig:
     learning_rate: float = 1e-4
     warmup: int = 50
     final_learning_rate: float = 1e-5
+    learning_rate_phases: tuple[tuple[int, str, float], ...] = ()
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip: float = 0.5
@@ -151,12 +163,7 @@ class TrainConfig:
             str(self.betas),
         )
         self._require(0 <= self.seed < 2**32, "seed", "from 0 to 4294967295", str(self.seed))
-        self._require(
-            0 <= self.warmup < self.updates,
-            "warmup",
-            f"a warm-up shorter than the run of {self.updates}",
-            str(self.warmup),
-        )
+        self._check_learning_rates()
         self._require(
             not (self.freeze_head and self.weight_decay), "weight_decay", "0 where the head is frozen",
             str(self.weight_decay),
@@ -200,9 +207,44 @@ class TrainConfig:
             not prepared, "features", "no field that `eagle3-jax data features` has decided", ", ".join(prepared)
         )
         self._require(bool(self.data or self.features), "data", "data files, or folders of features", "neither")
-        counts = ("row_length", "batch_rows", "accumulation", "eval_every", "save_every", "log_every", "keep")
+        counts = (
+            "updates",
+            "row_length",
+            "batch_rows",
+            "accumulation",
+            "eval_every",
+            "save_every",
+            "log_every",
+            "keep",
+        )
         for name in (*counts, "draft_vocab_size"):
             self._require(getattr(self, name) >= 1, name, "at least 1", str(getattr(self, name)))
+
+    def _check_learning_rates(self) -> None:
+        if self.learning_rate_phases:
+            total = sum(updates for updates, _, _ in self.learning_rate_phases)
+            self._require(
+                total == self.updates,
+                "learning_rate_phases",
+                f"phases that add up to updates = {self.updates}",
+                str(total),
+            )
+            self._require(
+                all(
+                    updates >= 1 and kind in _PHASES and 0 <= rate < math.inf
+                    for updates, kind, rate in self.learning_rate_phases
+                ),
+                "learning_rate_phases",
+                f"(updates, {' or '.join(_PHASES)}, rate): at least one update, and a finite rate of 0 or more",
+                str(self.learning_rate_phases),
+            )
+            return
+        self._require(
+            0 <= self.warmup <= self.updates,
+            "warmup",
+            f"a warm-up no longer than the run of {self.updates}",
+            str(self.warmup),
+        )
         self._require(
             self.learning_rate >= self.final_learning_rate >= 0,
             "final_learning_rate",
@@ -223,9 +265,19 @@ class TrainConfig:
         return self.schedule[-1][1]
 
     def learning_rates(self) -> optax.Schedule:
-        """Linear warm-up from a `warmup`-th of the peak, then a cosine that reaches `final_learning_rate` at the last
-        update (where the peak itself is not the last one).
+        """Rates by update, counted from 0: the phases, or a linear warm-up from a `warmup`-th of the peak and then a
+        cosine that reaches `final_learning_rate` at the last update.
+
+        A run that is no longer than its warm-up ends below the peak, and one of a single update more at it.
         """
+        if self.learning_rate_phases:
+            made, ends, start = [], [0], 0.0
+            for updates, kind, rate in self.learning_rate_phases:
+                phase = _PHASES[kind](start, rate, updates)
+                made.append(lambda step, phase=phase: phase(step + 1))
+                ends.append(ends[-1] + updates)
+                start = rate
+            return optax.join_schedules(made, ends[1:-1])
         decay = optax.cosine_decay_schedule(
             self.learning_rate,
             max(1, self.updates - 1 - self.warmup),
@@ -260,8 +312,8 @@ class TrainConfig:
 
     @property
     def decodes(self) -> bool:
-        """Whether evaluations decode held-out prompts; where fsdp splits the weights, that would gather all of them."""
-        return self.decoded_prompts > 0 and (not self.mesh or self.mesh[1] == 1)
+        """Whether evaluations decode held-out prompts, for which the target's layers are needed."""
+        return self.decoded_prompts > 0 and self.held_out_rows > 0
 
     @property
     def objective(self) -> Objective:
@@ -397,8 +449,10 @@ def _widened(value: Any, kind: Any) -> Any:
     """Whole numbers as floats where floats are meant."""
     if kind is float:
         return float(value)
-    if kind == tuple[float, float]:
-        return tuple(map(float, value))
+    if typing.get_origin(kind) is tuple:
+        parts = typing.get_args(kind)
+        kinds = parts[:1] * len(value) if parts[1:] == (...,) else parts
+        return tuple(map(_widened, value, kinds))
     return value
 
 

@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from eagle3_jax.draft import Draft, draft_specs
@@ -29,7 +30,7 @@ from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.checkpoint import RunFolder, abstract_state
 from eagle3_jax.training.config import TrainConfig
 from eagle3_jax.training.evaluation import (
-    DRAFT_LENGTH,
+    chain_length,
     decode_held_out,
     evaluate,
     held_out_prompts,
@@ -38,7 +39,7 @@ from eagle3_jax.training.evaluation import (
     warn_of_gap,
 )
 from eagle3_jax.training.reporting import Journal, check_writers, open_writers, shown
-from eagle3_jax.training.setup import batch_of, prepare, stack_batches, supervised
+from eagle3_jax.training.setup import HostRows, batch_of, prepare, read_rows, stack_batches, supervised
 from eagle3_jax.training.step import (
     TrainState,
     init_optimizer,
@@ -51,6 +52,7 @@ from eagle3_jax.training.step import (
 logger = logging.getLogger(__name__)
 
 PROFILED = 3  # updates in a profile
+PREFETCHED = 2  # updates whose rows are read ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,18 @@ class Interrupt:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def at_update(opt_state: Any, update: jax.Array) -> Any:
+    """The optimiser's state with its schedule at an update.
+
+    Optax counts what was applied; here the schedule goes by the run's own updates, so that the last one has the last
+    rate however many were skipped.
+    """
+    is_count = lambda node: isinstance(node, optax.ScaleByScheduleState)
+    # A copy: a donated state must not hold one buffer twice.
+    move = lambda node: node._replace(count=update + 0) if is_count(node) else node
+    return jax.tree.map(move, opt_state, is_leaf=is_count)
 
 
 def train(config: TrainConfig, profile: Path | None = None) -> Result:
@@ -141,9 +155,6 @@ class _Training:
         self.order, self.per_update = source, config.batch_rows * config.accumulation
         self.model = dataclasses.replace(setup.draft, params=cast(Any, None))  # the state has them
         self.evaluation: dict[str, Any] = {}
-        self.decodes = config.decodes and jax.process_count() == 1
-        if config.decoded_prompts and not self.decodes:
-            logger.info("held-out prompts are not decoded on this mesh; use `eagle3-jax eval` on an exported draft")
         self.norms: list[jax.Array] = []  # gradient norms of the updates that no entry of the log covers yet
 
     def first_state(self) -> TrainState:
@@ -163,15 +174,30 @@ class _Training:
         logger.info("resumed at update %d", int(state.update))
         return state
 
-    def batches(self, update: int) -> Any:
-        """The rows of an update, in the order that its number and the seed say."""
+    def loader(self, first: int) -> grain.DatasetIterator[list[HostRows]]:
+        """The rows of every update from `first` on, read by a thread while earlier updates run.
+
+        The position is the number of the update, which the state has, and nothing else need be saved.
+        """
+        updates = grain.MapDataset.range(self.config.updates).map(self.read)
+        # One thread reads in order; more would only split what the disk can give.
+        loader = iter(updates.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)))
+        loader.set_state({"next_index": first})
+        return loader
+
+    def read(self, update: int) -> list[HostRows]:
+        """The rows of an update, a micro-batch each, in the order that its number and the seed say."""
         config, first = self.config, update * self.per_update
         seen = lambda place, row: supervised(row, config.supervise)
         micro = []
         for start in range(first, first + self.per_update, config.batch_rows):
             indices = [cast(int, self.order[start + place]) for place in range(config.batch_rows)]
-            micro.append(batch_of(self.setup, indices, change=seen))
-        return stack_batches(micro)
+            micro.append(read_rows(self.setup, indices, seen))
+        return micro
+
+    def batches(self, rows: list[HostRows]) -> Any:
+        """Micro-batches as one."""
+        return stack_batches([batch_of(self.setup, each) for each in rows])
 
     def run(self, profile: Path | None) -> Result:
         """All updates that are left."""
@@ -184,14 +210,18 @@ class _Training:
             logger.warning("no profile: it begins after %d updates, and no more are left", PROFILED)
         interrupt, vote, began, tracing = Interrupt(), Vote(self.setup.mesh), time.perf_counter(), False
         with agreed():
-            journal = Journal(folder.metrics, open_writers(config.writers, folder.folder))
-        with interrupt.watch(), journal:
+            writers = open_writers(config.writers, folder.folder)
+            journal = Journal(folder.metrics, writers, begun=first, updates=config.updates)
+        with interrupt.watch(), journal, closing(self.loader(first)) as loader:
             for update in range(first, config.updates):
                 steps, last = config.steps_at(update), update + 1 == config.updates
                 if profile is not None and update == first + PROFILED:
                     jax.profiler.start_trace(str(profile))
                     tracing = True
-                state, sums, norms = self.step(state, self.batches(update), self.model, self.setup.teacher, steps=steps)
+                state, sums, norms = self.step(
+                    state, self.batches(next(loader)), self.model, self.setup.teacher, steps=steps
+                )
+                state = dataclasses.replace(state, opt_state=at_update(state.opt_state, state.update))
                 if tracing and (update + 1 in (first + 2 * PROFILED, config.updates) or interrupt.asked):
                     jax.block_until_ready(state)
                     jax.profiler.stop_trace()
@@ -202,6 +232,7 @@ class _Training:
                 evaluated = config.held_out_rows > 0 and ((update + 1) % config.eval_every == 0 or last)
                 if evaluated:
                     journal.record(*self.evaluate(state, update))
+                journal.advance()
                 # Read once: a signal that comes during the save is answered after the next update.
                 stop = vote.any_of(interrupt.asked)
                 if (update + 1) % config.save_every == 0 or last or stop:
@@ -222,8 +253,7 @@ class _Training:
         config, metrics = self.config, metrics_of(sums, self.config.objective)
         seconds = time.perf_counter() - began
         applied = bool(norms["applied"])
-        # The schedule counts the updates that changed something, as optax does.
-        learning_rate = float(np.asarray(self.schedule(int(state.update) - int(state.skipped) - applied)))
+        learning_rate = float(np.asarray(self.schedule(update)))
         loss = float(norms["loss"])
         gradient_norms = np.asarray([float(norm) for norm in self.norms])
         self.norms.clear()
@@ -252,8 +282,8 @@ class _Training:
             f"held out at {update + 1}: accuracy {shown(found['accuracy'])} | "
             f"joint {shown(found['joint'])} | conditional {shown(found['conditional'])}"
         )
-        if self.decodes:
-            length = min(DRAFT_LENGTH, config.max_steps)
+        if config.decodes:
+            length = chain_length(config)
             promised, real = promised_tau(found, length), None
             try:
                 real = self._decoded(draft, length)

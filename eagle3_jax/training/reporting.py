@@ -1,4 +1,4 @@
-"""What a run says about itself: a line on stderr, a JSONL log, and TensorBoard or Weights & Biases where asked."""
+"""What a run says of itself: lines and a bar on stderr, a JSONL log, TensorBoard or Weights & Biases where asked."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import in_cloud
@@ -118,10 +122,12 @@ def open_writers(names: Sequence[str], folder: Path) -> list[Writer]:
 
 
 class Journal:
-    """Where entries go; only the first process writes."""
+    """Where entries go; only the first process writes. On a terminal a bar below the lines shows how far the run is."""
 
-    def __init__(self, path: Path, writers: Sequence[Writer] = ()):
-        self._writers, self._path, self._file = writers, path, None
+    def __init__(self, path: Path, writers: Sequence[Writer] = (), *, begun: int = 0, updates: int = 0):
+        """Open the log at `path`; the bar goes from `begun` to `updates`."""
+        self._writers, self._path, self._file, self._bar = writers, path, None, None
+        self._closing = ExitStack()
         if not first():
             return
         if in_cloud(path):
@@ -129,6 +135,11 @@ class Journal:
             self._file.write(path.read_text() if path.exists() else "")
         else:
             self._file = path.open("a", encoding="utf-8")
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=updates, initial=begun, unit="update", file=sys.stderr, dynamic_ncols=True)
+            # Notes of other modules go above the bar as well.
+            self._closing.enter_context(logging_redirect_tqdm())
+            self._closing.callback(self._bar.close)
 
     def record(self, entry: dict[str, Any], line: str) -> None:
         """Keep an entry, which has its `update`, and say a line."""
@@ -141,12 +152,21 @@ class Journal:
         numbers = {name: value for name, value in scalars(finite(entry)).items() if name != "update"}
         for writer in self._writers:
             writer.write(entry["update"], numbers)
-        print(line, file=sys.stderr, flush=True)
+        if self._bar is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._bar.write(line, file=sys.stderr)
+
+    def advance(self) -> None:
+        """An update is done."""
+        if self._bar is not None:
+            self._bar.update()
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closing.close()
         if self._file is not None:
             self._file.close()
         for writer in self._writers:

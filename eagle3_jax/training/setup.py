@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle3_jax.checkpoint import fingerprint_of, load_draft, load_target
+from eagle3_jax.checkpoint import fingerprint_of, load_draft, load_target, read_draft
 from eagle3_jax.config import DraftConfig
 from eagle3_jax.draft import Draft, DraftParams, draft_specs
 from eagle3_jax.errors import InputError
@@ -41,6 +41,7 @@ from eagle3_jax.training.features import (
 from eagle3_jax.training.loss import Batch
 from eagle3_jax.training.packing import Packed, pack
 from eagle3_jax.training.reporting import shown
+from eagle3_jax.training.row_files import read_packed, rows_file, write_packed
 from eagle3_jax.training.start import describe, draft_mark, initial_params, label_head
 from eagle3_jax.training.step import Teacher
 from eagle3_jax.vocab import DraftVocab
@@ -98,10 +99,11 @@ def packed_rows(config: TrainConfig) -> Packed:
     return packed
 
 
-def _open_rows(config: TrainConfig, target: Target, mark: str, taps: tuple[int, ...]) -> tuple[RowSource, int]:
+def _open_rows(
+    config: TrainConfig, target: Target, mark: str, taps: tuple[int, ...], packed: Packed | None
+) -> tuple[RowSource, int]:
     """The rows, and how many of them are the first source's, from which rows are held out."""
-    if not config.features:
-        packed = packed_rows(config)
+    if packed is not None:
         check_tokens(packed.tokens, target.config.vocab_size)
         return Rows(packed), len(packed.tokens)
     folders = [Path(name) for name in config.features]
@@ -137,31 +139,41 @@ def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Se
     Raises:
       InputError: too few rows; see also `load_target`, `packed_rows`, `FeatureRows` and `RunFolder`.
     """
-    # What a process may fail at alone comes in stretches, after each of which all agree to go on.
-    with agreed():
-        folder, online = Path(config.target), not config.features
-        layers = "stacked" if online or (config.decodes and jax.process_count() == 1) else "none"
-        target = load_target(folder, jnp.dtype(config.target_dtype), mesh=mesh, layers=layers)
-        mark = fingerprint_of(folder)
-        attention = config.attention_on(jax.devices()[0].platform, target.config.head_dim)
-        taps = config.taps or target.config.default_taps
-        check_taps(taps, target.config.num_layers)
-        check_row_length(config.row_length, target.config.context_limit)
-        rows, main = _open_rows(config, target, mark, taps)
-        train_order, held_out = _split(config, rows, main)
-        marks = {"target": mark, "rows": rows_mark(rows)}
     resumed = bool(said_by_first(run.exists))
     latest = said_by_first(run.latest() or -1) if resumed else -1
     trained = None if latest < 0 else latest
+    # What a process may fail at alone comes in stretches, after each of which all agree to go on.
     with agreed():
+        folder, online = Path(config.target), not config.features
+        layers = "stacked" if online or config.decodes else "none"
+        target = load_target(folder, jnp.dtype(config.target_dtype), mesh=mesh, layers=layers)
+        mark = fingerprint_of(folder)
+        attention = config.attention_on(jax.devices()[0].platform, target.config.head_dim)
+        # A checkpoint's own weights come in the place of any that would be read or made here.
+        begun = None
         if config.init and trained is None:
+            begun = read_draft(Path(config.init), target.config)
+        given = run.read()[1] if resumed else None if begun is None else begun[0]
+        taps = config.taps or (target.config.default_taps if given is None else given.taps)
+        check_taps(taps, target.config.num_layers)
+        check_row_length(config.row_length, target.config.context_limit)
+        kept = rows_file(config, run.folder) if online else None
+        found = read_packed(kept)
+        packed = (found or packed_rows(config)) if online else None
+        rows, main = _open_rows(config, target, mark, taps, packed)
+        train_order, held_out = _split(config, rows, main)
+        marks = {"target": mark, "rows": rows_mark(rows)}
+    with agreed():
+        if begun is not None:
             marks["draft of --init"] = draft_mark(Path(config.init))
         if resumed:
             run.check_same(config)
             run.check_marks(marks)
         elif first():
-            made = describe(config, target, mark, taps, rows, eos_ids(folder, load_tokenizer(folder)))
-            run.start(config, *made, marks)
+            stops = eos_ids(folder, load_tokenizer(folder))
+            run.start(config, *describe(config, target, mark, taps, rows, stops, begun), marks)
+        if first() and kept is not None and packed is not None and found is None:
+            write_packed(kept, packed)
     with agreed():
         _, draft_config, vocab = run.read()  # by all of them, so that a folder which they do not share is noticed
     if mesh is not None:
@@ -172,7 +184,6 @@ def prepare(config: TrainConfig, run: RunFolder, mesh: Mesh | None = None) -> Se
         target=target, draft=cast(Any, None), teacher=cast(Any, None), rows=rows, train_order=train_order,
         held_out=held_out, online=online, attention=attention, trained=trained, mesh=mesh,
     )  # fmt: skip
-    # A checkpoint's own weights come later, in the place of any that would be made here.
     params = _first_params(config, setup, draft_config, vocab, mark) if trained is None else cast(Any, None)
     setup.draft = Draft(params=params, vocab=vocab, embed=target.params.embed, config=draft_config)
     make_head = label_head
@@ -203,8 +214,8 @@ def _measure_scales(config: TrainConfig, setup: Setup, taps: tuple[int, ...]) ->
     """Typical RMS of each tap [A] over the first rows, a batch at a time."""
     order, rms, documents = setup.train_order, [], []
     for start in range(0, min(SCALE_ROWS, order.size // config.batch_rows * config.batch_rows), config.batch_rows):
-        indices = order[start : start + config.batch_rows]
-        batch = batch_of(setup, [int(index) for index in indices], taps)
+        indices = [int(index) for index in order[start : start + config.batch_rows]]
+        batch = batch_of(setup, read_rows(setup, indices), taps)
         rms.append(on_host(tap_rms(batch.taps, count=len(taps))))
         documents.append(on_host(batch.documents))
     return tap_scales(np.concatenate(rms), np.concatenate(documents))
@@ -221,40 +232,48 @@ def supervised(row: Row, supervise: str) -> Row:
     return row | {"spans": np.where(row["positions"] > 1, row["documents"], 0).astype(np.int32)}
 
 
-def batch_of(
-    setup: Setup,
-    indices: Sequence[int],
-    taps: tuple[int, ...] | None = None,
-    change: Callable[[int, Row], Row] = lambda place, row: row,
-) -> Batch:
-    """Rows with their features, from disk or from the target; each process reads those that its devices hold.
+@dataclasses.dataclass(frozen=True)
+class HostRows:
+    """Rows of a batch in memory, stacked: those places [start, stop) of `count` that this process's devices hold."""
+
+    count: int
+    parts: Mapping[tuple[int, int], Row]
+
+
+def read_rows(
+    setup: Setup, indices: Sequence[int], change: Callable[[int, Row], Row] = lambda place, row: row
+) -> HostRows:
+    """Read rows, each process those that its devices hold.
 
     Args:
       setup: the run.
       indices: of the rows, the same in every process.
-      taps: boundaries; None takes the draft's.
       change: what becomes of the row at a place of the batch.
     """
-    read: dict[int, Row] = {}
+    parts = {(0, len(indices))}
+    if setup.mesh is not None:
+        where: Any = by_rows(setup.mesh).addressable_devices_indices_map((len(indices),))
+        parts = {part.indices(len(indices))[:2] for (part,) in where.values()}
+    row = lambda place: change(place, setup.rows[indices[place]])
+    return HostRows(len(indices), {part: stack_rows([row(place) for place in range(*part)]) for part in sorted(parts)})
 
-    def row(place: int) -> Row:
-        if place not in read:
-            read[place] = change(place, setup.rows[indices[place]])
-        return read[place]
 
+def batch_of(setup: Setup, rows: HostRows, taps: tuple[int, ...] | None = None) -> Batch:
+    """Rows on their devices, with their features, from disk or from the target.
+
+    Args:
+      setup: the run.
+      rows: from `read_rows`.
+      taps: boundaries; None takes the draft's.
+    """
     arrays: dict[str, jax.Array] = {}
-    if setup.mesh is None:
-        arrays = {name: jnp.asarray(array) for name, array in stack_rows([row(n) for n in range(len(indices))]).items()}
-    else:
-        where, count = by_rows(setup.mesh), len(indices)
-        mine: Any = where.addressable_devices_indices_map((count,))
-        example = row(next(iter(mine.values()))[0].indices(count)[0])
-
-        def held(name: str) -> Callable[[Any], np.ndarray]:
-            return lambda part: np.stack([row(place)[name] for place in range(*part[0].indices(count))])
-
-        for name, array in example.items():
-            arrays[name] = jax.make_array_from_callback((count, *array.shape), where, held(name))
+    for name, example in next(iter(rows.parts.values())).items():
+        if setup.mesh is None:
+            arrays[name] = jnp.asarray(example)
+        else:
+            held = lambda part, name=name: rows.parts[part[0].indices(rows.count)[:2]][name]
+            shape = (rows.count, *example.shape[1:])
+            arrays[name] = jax.make_array_from_callback(shape, by_rows(setup.mesh), held)
     if setup.online:
         arrays = features_in_loop(setup.target, taps or setup.draft.config.taps, arrays, setup.attention)
     return Batch(**arrays)

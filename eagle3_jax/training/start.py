@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.checkpoint import read_draft
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import DraftParams, draft_specs
 from eagle3_jax.errors import InputError
-from eagle3_jax.files import SINGLE_FILE
+from eagle3_jax.files import SINGLE_FILE, read_config
 from eagle3_jax.params import init_params
 from eagle3_jax.rope import RopeConfig
 from eagle3_jax.target import Target
@@ -41,11 +40,18 @@ def draft_mark(folder: Path) -> str:
 
 
 def describe(
-    config: TrainConfig, target: Target, mark: str, taps: tuple[int, ...], rows: RowSource, stops: tuple[int, ...]
+    config: TrainConfig,
+    target: Target,
+    mark: str,
+    taps: tuple[int, ...],
+    rows: RowSource,
+    stops: tuple[int, ...],
+    begun: tuple[DraftConfig, DraftVocab] | None = None,
 ) -> tuple[DraftConfig, DraftVocab]:
     """Shape and vocabulary of the draft that a run trains: new ones, or those of the draft it continues.
 
-    A vocabulary belongs to its weights, so a draft that is continued keeps its own, whatever the rows hold.
+    A vocabulary belongs to its weights, so a draft that is continued keeps its own, whatever the rows hold. It
+    keeps its taps, rotary embedding and switches too; a field of the config at its default contradicts none of them.
 
     Args:
       config: the run.
@@ -54,13 +60,14 @@ def describe(
       taps: boundaries that the features come from.
       rows: count the tokens of a new vocabulary.
       stops: end-of-sequence ids, always in a new vocabulary.
+      begun: shape and vocabulary of the draft that the run continues, if any.
 
     Raises:
       InputError: the draft to continue is of another shape than the config says.
     """
     longest = 1 + max(int(rows.text(index)["positions"].max()) for index in range(len(rows)))
-    if config.init:
-        return _continued(config, target, mark, taps, longest)
+    if begun is not None:
+        return _continued(config, target, mark, begun, longest)
     vocab, coverage = choose_vocab(rows, config, target.config.vocab_size, stops)
     logger.info("draft vocabulary: %d tokens cover %.2f %% of those in replies", vocab.size, 100 * coverage)
     shape = new_shape(config, target.config, taps)
@@ -80,24 +87,41 @@ def new_shape(config: TrainConfig, target: TargetConfig, taps: tuple[int, ...]) 
     )
 
 
+def planned_shape(config: TrainConfig, target: TargetConfig) -> DraftConfig:
+    """The draft that a run will train, for a plan: as `init` says where that folder is here, else a new one."""
+    folder = Path(config.init)
+    if not (config.init and folder.exists()):
+        return new_shape(config, target, config.taps or target.default_taps)
+    shape = DraftConfig.from_hf(read_config(folder), str(folder / "config.json"))
+    return shape if shape.taps else dataclasses.replace(shape, taps=config.taps or target.default_taps)
+
+
 def _continued(
-    config: TrainConfig, target: Target, mark: str, taps: tuple[int, ...], longest: int
+    config: TrainConfig, target: Target, mark: str, begun: tuple[DraftConfig, DraftVocab], longest: int
 ) -> tuple[DraftConfig, DraftVocab]:
-    shape, vocab = read_draft(Path(config.init), target.config)
-    pairs = {
-        "taps": (taps, shape.taps),
-        "rope_theta": (config.rope_theta, shape.rope.theta),
-        # A draft of another width has an embedding of its own, which a run does not keep.
-        "hidden width": (target.config.hidden_size, shape.hidden_size),
+    shape, vocab = begun
+    has = {
+        "taps": shape.taps,
+        "rope_theta": shape.rope.theta,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "fc_norm": shape.fc_norm,
+        "norm_output": shape.norm_output,
+        "norm_before_residual": shape.norm_before_residual,
     }
-    for name in ("draft_vocab_size", "fc_norm", "norm_output", "norm_before_residual"):
-        pairs[name] = (getattr(config, name), getattr(shape, name))
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    pairs = {name: (getattr(config, name), value) for name, value in has.items()}
+    pairs = {name: pair for name, pair in pairs.items() if pair[0] != defaults[name]}
+    # A run keeps no embedding but the target's, and does not apply a window.
+    pairs["hidden width"] = (target.config.hidden_size, shape.hidden_size)
+    pairs["own_embedding"] = (False, shape.own_embedding)
+    if shape.sliding_window and longest > shape.sliding_window:
+        pairs["sliding_window"] = (f"of at least {longest}, the longest document,", shape.sliding_window)
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if differing:
         raise InputError(
             expected=f"a draft at {config.init} with " + ", ".join(f"{n} {pair[0]}" for n, pair in differing.items()),
             found=", ".join(f"{name} {pair[1]}" for name, pair in differing.items()),
-            remedy="Give the run the values of the draft that it continues, or begin without --init.",
+            remedy="Leave out what the draft that is continued decides, or begin without --init.",
         )
     length = max(longest, shape.trained_length or 0)
     return dataclasses.replace(shape, trained_length=length, target_fingerprint=mark), vocab
