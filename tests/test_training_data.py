@@ -17,7 +17,7 @@ from eagle3_jax.training.data import Encoded, encode_file, encode_row, find_mark
 from eagle3_jax.training.packing import pack
 from eagle3_jax.training.rows import Row, RowError, read_rows
 from tests import tiny
-from tests.tiny_tokenizers import CHATML_TEMPLATE, chatml, llama3
+from tests.tiny_tokenizers import CHATML_TEMPLATE, TOOLS_TEMPLATE, chatml, llama3
 
 SMOLLM2 = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 CHATML, LLAMA3 = chatml(), llama3()
@@ -394,14 +394,6 @@ def test_smollm2_rows_begin_with_its_default_system_turn_and_supervise_the_reply
     assert replies(tokenizer, encoded) == ["Famiglia.<|im_end|>"]
 
 
-TOOLS_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "{% for call in m.get('tool_calls', []) %}call {{ call['function'] | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 def test_tools_reach_the_template_and_their_results_are_not_supervised(tmp_path):
     tokenizer = chatml(TOOLS_TEMPLATE)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -421,6 +413,21 @@ def test_tools_reach_the_template_and_their_results_are_not_supervised(tmp_path)
     assert replies(tokenizer, encoded) == [
         'call {"name": "add", "arguments": {"a": 1}}<|im_end|>', "it is two<|im_end|>",
     ]  # fmt: skip
+
+
+def test_tools_that_the_template_does_not_show_cost_their_row(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    rows = [
+        {"prompt": "q", "response": "a"},
+        {"prompt": "q", "response": "a", "tools": [{"name": "add"}]},
+        {"messages": [*turns("q"), {"role": "assistant", "content": "a", "tool_calls": [call]}]},
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    _, report = encode_file(path, CHATML, max_length=200)
+    assert report.dropped == {
+        "'tools' that the chat template does not show": (2,), "'tool_calls' that the chat template does not show": (3,),
+    }  # fmt: skip
+    assert not encode_file(path, chatml(TOOLS_TEMPLATE), max_length=200)[1].dropped
 
 
 def test_only_the_last_reply_is_supervised_on_demand(tmp_path):
