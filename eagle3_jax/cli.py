@@ -285,7 +285,8 @@ def build_parser() -> argparse.ArgumentParser:
         "config as `train` does.",
     )
     features.add_argument("config")
-    features.add_argument("--out", required=True, help="features folder")
+    features.add_argument("--out", required=True, help="features folder; what is there of the same features continues")
+    features.add_argument("--force", action="store_true", help="start over, replacing the features in the folder")
     _dtype(features, "bfloat16, in which features are stored")
     features.set_defaults(run=data_room.features, takes_fields=True)
     look = data.add_parser(
@@ -307,7 +308,8 @@ def build_parser() -> argparse.ArgumentParser:
     count.add_argument("data", nargs="+", help="jsonl, as for training")
     _integer(
         count, "--sizes", 1, listed=True, metavar="C,C,...",
-        help="default: " + ", ".join(map(str, data_room.SIZES)) + ", as far as the target's vocabulary goes",
+        help="default: " + ", ".join(map(str, data_room.SIZES)) + ", as far as the target's vocabulary goes, or all of "
+        "a smaller one",
     )  # fmt: skip
     count.set_defaults(run=data_room.vocab)
     for sub in (look, count):

@@ -1,4 +1,4 @@
-"""`eagle3-jax data regenerate`, `inspect`, `vocab` and `features`."""
+"""`eagle3-jax data inspect`, `vocab` and `features`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_target, read_target_config
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import at, replace_file
+from eagle3_jax.sharding import entered, make_mesh
 from eagle3_jax.tokenizer import decode as decode_text
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.config import check_row_length, load_config, override
@@ -80,7 +82,7 @@ def vocab(args: argparse.Namespace) -> int:
     for document in encoded:
         counts += np.bincount(document.tokens[document.spans > 0], minlength=size)
     stops = eos_ids(folder, tokenizer)
-    sizes = sorted(set(args.sizes)) if args.sizes else [wanted for wanted in SIZES if wanted <= size]
+    sizes = sorted(set(args.sizes)) if args.sizes else [wanted for wanted in SIZES if wanted <= size] or [size]
     chosen = {wanted: most_frequent(counts, wanted, stops) for wanted in sizes}
     coverage = {wanted: float(counts[ids].sum() / counts.sum()) for wanted, ids in chosen.items()}
     print(f"{counts.sum()} supervised tokens, {np.count_nonzero(counts)} different ones", file=sys.stderr)
@@ -116,7 +118,7 @@ def _writable(out: str | None, force: bool) -> Path | None:
     """The file to write, or None for the standard output."""
     if out is None:
         return None
-    path = Path(out)
+    path = at(out)
     if path.exists() and not force:
         raise InputError(
             expected="an --out that does not exist yet", found=str(path), remedy="Name another file, or pass --force."
@@ -138,18 +140,30 @@ def features(args: argparse.Namespace) -> int:
     info = runtime.start(args.device, args.dtype or "bfloat16", args.cache_dir)
     print(info, file=sys.stderr)
     config.check()
+    if "://" in args.out:
+        raise InputError(
+            expected="a local folder as --out: features are read through a memory map",
+            found=args.out,
+            remedy="Write them to a local or mounted folder.",
+        )
     folder = Path(config.target)
     limit = read_target_config(folder).context_limit
     check_row_length(config.row_length, limit)
     packed = packed_rows(config)
-    target = load_target(folder, runtime.DTYPES[info.dtype])
     began = time.perf_counter()
 
     def progress(done: int, total: int) -> None:
         left = (time.perf_counter() - began) / done * (total - done)
         print(f"features: {done}/{total} rows, {left / 60:.1f} min left", file=sys.stderr, flush=True)
 
-    taps = config.taps or target.config.default_taps
-    write_features(Path(args.out), packed, target, taps, batch=config.batch_rows, progress=progress)
+    mesh = make_mesh(config.mesh, slices=config.slices) if config.mesh else None
+    # As training runs it in the loop: on the same mesh, its layers stacked, by the same attention.
+    with entered(mesh):
+        target = load_target(folder, runtime.DTYPES[info.dtype], mesh=mesh, layers="stacked")
+        write_features(
+            Path(args.out), packed, target, config.taps or target.config.default_taps, batch=config.batch_rows,
+            attention=config.attention_on(jax.devices()[0].platform, target.config.head_dim), mesh=mesh, source=folder,
+            force=args.force, progress=progress,
+        )  # fmt: skip
     print(args.out)
     return 0
