@@ -274,6 +274,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="answer the first N questions of each conversation, or all, each after the target's own answers to those "
         "before; an answer cut short ends the conversation (default 1)",
     )  # fmt: skip
+    _integer(
+        regenerate, "--tensor", 1, default=1, metavar="N",
+        help="devices that split the target's heads, feed-forward and vocabulary, if it does not fit one (default 1)",
+    )  # fmt: skip
     regenerate.add_argument("--force", action="store_true", help="start over, replacing the output")
     _sampling(regenerate)
     _dtype(regenerate)

@@ -47,7 +47,7 @@ def same_precision() -> Iterator[None]:
 def say(target: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Said], list[str]]:
     """Replaces the target by a function from the prompt's text to an answer and how it ended; returns the prompts."""
     tokenizer = load_tokenizer(target)
-    monkeypatch.setattr(room, "load_target", lambda *_: None)
+    monkeypatch.setattr(room, "load_target", lambda *_, **__: None)
 
     def install(said: Said) -> list[str]:
         seen: list[str] = []
@@ -255,6 +255,13 @@ def test_what_cannot_be_asked_is_refused_before_the_target_is_loaded(target, say
         asked, out = write(tmp_path / "asked.jsonl", row), tmp_path / "out.jsonl"
         code, notes = run(capsys, asked, "--target", folder, "--out", out, "--turns", "all")
         assert (code, words in notes, out.exists()) == (2, True, False), notes
+
+
+def test_more_devices_than_there_are_are_refused(target, say, capsys, tmp_path):
+    say(counted)
+    asked, count = write(tmp_path / "asked.jsonl", {"prompt": "red"}), jax.device_count()
+    code, notes = run(capsys, asked, "--target", target, "--out", tmp_path / "out", "--tensor", count + 1)
+    assert (code, f"--tensor of at most the {count} devices" in notes) == (2, True)
 
 
 def test_questions_of_each_form():

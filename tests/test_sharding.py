@@ -41,6 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("check", "meshes"),
     [
         ("gradients", "2,2,2"),
+        ("features", "2,2,2"),
+        pytest.param("answers", "1,1,4", marks=pytest.mark.full),
+        pytest.param("features", "8,1,1 1,8,1 1,1,8", marks=pytest.mark.full),
         pytest.param("runs", "8,1,1 2,2,2", marks=pytest.mark.full),
         pytest.param("gradients", "8,1,1 1,8,1 1,1,8", marks=pytest.mark.full),
         pytest.param("updates", "8,1,1 1,8,1 2,2,2 1,1,8", marks=pytest.mark.full),

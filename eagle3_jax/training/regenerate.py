@@ -10,21 +10,30 @@ import argparse
 import collections
 import dataclasses
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_target, read_target_config
+from eagle3_jax.config import TargetConfig
 from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import at
 from eagle3_jax.prompts import Conversation, encode_prompt, read_conversation, read_jsonl, read_lines
 from eagle3_jax.requests import Answer, Request, check_request
+from eagle3_jax.sharding import entered, make_mesh, unsplit
+from eagle3_jax.target import Target, target_specs
 from eagle3_jax.tokenizer import chat_text, eos_ids, load_tokenizer
 from eagle3_jax.tokenizer import decode as decode_text
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 _ASKED = {"system", "user", "assistant"}
@@ -203,6 +212,7 @@ def regenerate(args: argparse.Namespace) -> int:
     rows = read_jsonl(at(args.prompts))[args.skip :][: args.limit]
     known = known_ids(map(at, args.exclude)) | (set() if args.force else answered(out))
     asker = Asker(args)
+    mesh = _mesh(args.tensor, asker.config)
     asked: list[Dialogue] = []
     before = too_long = 0
     for index, row in enumerate(rows):
@@ -220,7 +230,27 @@ def regenerate(args: argparse.Namespace) -> int:
     print(f"{len(asked)} prompts to answer, {before} answered before{skipped}", file=sys.stderr)
     if not asked:
         return 0
-    target = load_target(asker.folder, runtime.DTYPES[info.dtype])
+    with entered(mesh):
+        return _answer(asker, asked, out, args, load_target(asker.folder, runtime.DTYPES[info.dtype], mesh=mesh))
+
+
+def _mesh(tensor: int, config: TargetConfig) -> Mesh | None:
+    """Devices that split the target, not its rows; None for one."""
+    if tensor == 1:
+        return None
+    if tensor > jax.device_count():
+        raise InputError(
+            expected=f"--tensor of at most the {jax.device_count()} devices here", found=str(tensor),
+            remedy="Give a smaller number, which should divide the target's heads.",
+        )  # fmt: skip
+    mesh = make_mesh((1, 1, tensor), devices=jax.devices()[:tensor])
+    for note in unsplit(target_specs(config), mesh):
+        logger.info("%s", note)
+    return mesh
+
+
+def _answer(asker: Asker, asked: Sequence[Dialogue], out: Path, args: argparse.Namespace, target: Target) -> int:
+    """Run the target over the dialogues and write them."""
     ends = eos_ids(asker.folder, asker.tokenizer)
     began, tokens, done, replies = time.perf_counter(), 0, 0, 0
     early: collections.Counter[str] = collections.Counter()
