@@ -516,8 +516,9 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
 
     fields = ("--target", target, "--data", answers, "--taps", "(0,1,2)", "--row_length", 64, "--batch_rows", 2)
     features, output = tmp_path / "features", tmp_path / "run"
-    code, out, _ = run(capsys, "data", "features", "configs/smollm2_135m.py", *fields, "--out", features)
+    code, out, notes = run(capsys, "data", "features", "configs/smollm2_135m.py", *fields, "--out", features)
     assert (code, out.strip()) == (0, str(features))
+    assert f"{answers}: 12 rows read, 12 kept, 0 dropped. 12 rows encoded: " in notes
     train = (
         "train", "configs/smollm2_135m.py", *fields, "--features", features, "--output", output, "--updates", 4,
         "--schedule", "((2,1),(2,2))", "--warmup", 1, "--held_out_rows", 2, "--draft_vocab_size", 96,
