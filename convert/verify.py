@@ -30,7 +30,7 @@ from eagle3_jax.draft import Draft, draft_logits, draft_step, fuse
 from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.metrics import tau
-from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl
+from eagle3_jax.prompts import encode_prompt, read_jsonl, read_prompt
 from eagle3_jax.requests import Request
 from eagle3_jax.rope import RopeConfig
 from eagle3_jax.target import Target, target_forward
@@ -142,7 +142,8 @@ def verify(options: argparse.Namespace) -> dict[str, Any]:
     if options.prompts is not None:
         rows = read_jsonl(options.prompts)[: options.limit]
     where = str(options.prompts or "the built-in prompts")
-    prompts = [encode_prompt(tokenizer, prompt_messages(row, where), where) for row in rows]
+    asked = [read_prompt(row, where) for row in rows]
+    prompts = [encode_prompt(tokenizer, one.messages, where, tools=one.tools) for one in asked]
     target = load_target(options.target)
     with tempfile.TemporaryDirectory() as folder:
         write_draft(source, Path(folder) / "draft", "canonical", dtype="float32")

@@ -202,6 +202,21 @@ def fingerprint_of(folder: Path) -> str:
     return _mark([files[spec.name][spec.name] for spec in norms])
 
 
+def weight_not_finite(target: Target, folder: Path | None = None) -> str:
+    """The first weight with a nan or inf, by its name in a checkpoint, and with `folder` its file; "" for none."""
+    specs, params, layers = target_specs(target.config), target.params, target.params.layers
+    pairs: list[tuple[Any, Any]] = [(specs.embed, params.embed)]
+    for index, layer in enumerate(cast(Any, specs.layers)):
+        own = layers[index] if isinstance(layers, tuple) else jax.tree.map(lambda leaf, n=index: leaf[n], layers)
+        pairs += zip(jax.tree.leaves(layer, is_leaf=is_spec), jax.tree.leaves(own), strict=True)
+    pairs += [(specs.norm, params.norm), (specs.lm_head, params.lm_head)]
+    for spec, array in pairs:
+        if not bool(jnp.isfinite(array).all()):
+            files = {} if folder is None else open_tensors(folder)
+            return f"{spec.name} of {files[spec.name].path}" if spec.name in files else spec.name
+    return ""
+
+
 def _mark(norms: Sequence[Any]) -> str:
     digest = hashlib.sha256()
     for norm in norms:

@@ -18,8 +18,13 @@ from typing import Any, NoReturn
 from eagle3_jax import commands, runtime
 from eagle3_jax.attention import BACKENDS
 from eagle3_jax.errors import InputError
+from eagle3_jax.prompts import FORMS as PROMPTS
 from eagle3_jax.training import commands as training
 from eagle3_jax.training import data_commands as data_room
+from eagle3_jax.training.regenerate import regenerate as regenerate_command
+from eagle3_jax.training.rows import FORMS as ROWS
+
+_DATA = "Data files are jsonl, local or gs://; each line is in one of the forms " + " | ".join(ROWS) + "."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,6 +105,15 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
     _integer(parser, "--batch", 1, default=1, help="rows decoded together")
 
 
+def _turns(text: str) -> int | None:
+    """A number of at least 1, or None for all."""
+    if text == "all":
+        return None
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}, which is neither all nor a number of at least 1")
+    return int(text)
+
+
 def _option(text: str) -> tuple[str, Any]:
     """NAME=VALUE, the value as in Python or else a text."""
     name, sign, value = text.partition("=")
@@ -129,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--draft", help="canonical draft folder, or a small model with the target's tokenizer")
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt")
-    source.add_argument("--prompts", help='jsonl: {"prompt": text} | {"messages": [...]} | {"turns": [...]}')
+    source.add_argument("--prompts", metavar="FILE", help=f"jsonl: {PROMPTS}; of `turns` the first is asked")
     generate.add_argument(
         "--method",
         choices=("plain", "sps", "lookup", "eagle3"),
@@ -152,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
         "train",
         help="train a draft",
         description="Train a draft as a config file says; resumes by itself when the output folder holds a run. Every "
-        "field of the config can be overridden: --learning_rate 2e-4 --schedule '((100,1),(50,7))'.",
+        "field of the config can be overridden: --learning_rate 2e-4 --schedule '((100,1),(50,7))'. " + _DATA,
         epilog="Example: eagle3-jax train configs/smollm2_135m.py --output runs/mine --updates 500 "
         "--schedule '((400,1),(100,7))'",
     )
@@ -196,7 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = subcommands.add_parser("eval", help="teacher-forced acceptance of a draft beside real decoding")
     evaluate.add_argument("--target", required=True)
     evaluate.add_argument("--draft", required=True)
-    evaluate.add_argument("--data", required=True, help="jsonl with answers, as for training")
+    evaluate.add_argument("--data", required=True, help="jsonl with answers, as for training: " + " | ".join(ROWS))
     _integer(evaluate, "--limit", 1, default=32, help="rows used (default 32)")
     _integer(evaluate, "--draft-length", 1, help="tokens drafted a round in a chain (default 5, or none with a tree)")
     _tree(evaluate, lookup=False)
@@ -243,19 +257,31 @@ def build_parser() -> argparse.ArgumentParser:
         "regenerate",
         help="let the target answer prompts",
         description="Let the target write answers to prompts, which is what a draft learns best from. Interrupted runs "
-        "continue: prompts whose id is in the output already are not asked again.",
+        "continue: rows whose id is in the output already are not asked again. Answers in the rows are left out.",
     )
-    regenerate.add_argument("prompts", help="jsonl of prompts")
+    regenerate.add_argument("prompts", help=f"jsonl: {PROMPTS}")
     regenerate.add_argument("--target", required=True)
     regenerate.add_argument("--out", required=True, help="jsonl of answers")
     _integer(regenerate, "--skip", 0, default=0, help="prompts to leave out at the beginning")
     _integer(regenerate, "--limit", 1, help="prompts to take after that")
     _several(regenerate, "--exclude", metavar="FILE", help="leave out ids found in FILE")
-    _integer(regenerate, "--max-prompt-tokens", 1, help="leave out longer prompts, which leave little room in a row")
+    _integer(
+        regenerate, "--max-prompt-tokens", 1,
+        help="leave out longer prompts, which leave little room in a row; a later turn's ends its conversation",
+    )  # fmt: skip
+    regenerate.add_argument(
+        "--turns", type=_turns, default=1, metavar="N",
+        help="answer the first N questions of each conversation, or all, each after the target's own answers to those "
+        "before; an answer cut short ends the conversation (default 1)",
+    )  # fmt: skip
+    _integer(
+        regenerate, "--tensor", 1, default=1, metavar="N",
+        help="devices that split the target's heads, feed-forward and vocabulary, if it does not fit one (default 1)",
+    )  # fmt: skip
     regenerate.add_argument("--force", action="store_true", help="start over, replacing the output")
     _sampling(regenerate)
     _dtype(regenerate)
-    regenerate.set_defaults(run=data_room.regenerate)
+    regenerate.set_defaults(run=regenerate_command)
     features = data.add_parser(
         "features",
         help="write the target's features of a config's data to disk",
@@ -263,14 +289,15 @@ def build_parser() -> argparse.ArgumentParser:
         "config as `train` does.",
     )
     features.add_argument("config")
-    features.add_argument("--out", required=True, help="features folder")
+    features.add_argument("--out", required=True, help="features folder; what is there of the same features continues")
+    features.add_argument("--force", action="store_true", help="start over, replacing the features in the folder")
     _dtype(features, "bfloat16, in which features are stored")
     features.set_defaults(run=data_room.features, takes_fields=True)
     look = data.add_parser(
         "inspect",
         help="show one row with its supervised tokens marked",
         description="Show a row of a data file as a draft will be trained on it, supervised tokens between marks, and "
-        "how many rows were read, kept and dropped, by reason and line.",
+        "how many rows were read, kept and dropped, by reason and line. " + _DATA,
     )
     look.add_argument("data", help="jsonl, as for training")
     _integer(look, "--row", 0, default=0, help="which of the kept rows (default 0)")
@@ -280,12 +307,13 @@ def build_parser() -> argparse.ArgumentParser:
         "vocab",
         help="what draft vocabularies of several sizes cover",
         description="Count the supervised tokens of data files, say what share of them the most frequent ones cover, "
-        "and write the largest vocabulary asked for. The target is not run.",
+        "and write the largest vocabulary asked for. The target is not run. " + _DATA,
     )
     count.add_argument("data", nargs="+", help="jsonl, as for training")
     _integer(
         count, "--sizes", 1, listed=True, metavar="C,C,...",
-        help="default: " + ", ".join(map(str, data_room.SIZES)) + ", as far as the target's vocabulary goes",
+        help="default: " + ", ".join(map(str, data_room.SIZES)) + ", as far as the target's vocabulary goes, or all of "
+        "a smaller one",
     )  # fmt: skip
     count.set_defaults(run=data_room.vocab)
     for sub in (look, count):

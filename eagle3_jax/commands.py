@@ -20,9 +20,9 @@ from eagle3_jax.draft import Draft
 from eagle3_jax.drafters import Drafter, Mixed
 from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
-from eagle3_jax.files import read_config
+from eagle3_jax.files import at, read_config
 from eagle3_jax.metrics import tau
-from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl
+from eagle3_jax.prompts import encode_prompt, read_jsonl, read_prompt
 from eagle3_jax.report import Method, render
 from eagle3_jax.requests import Answer, Request, check_request, plan_for, warn_beyond
 from eagle3_jax.target import Target
@@ -72,12 +72,15 @@ def generate(args: argparse.Namespace) -> int:
     # Everything about the prompts is checked before the weights are read.
     config = read_target_config(folder)
     tokenizer = load_tokenizer(folder)
-    rows = [{"prompt": args.prompt}] if args.prompt is not None else read_jsonl(Path(args.prompts))
+    rows = [{"prompt": args.prompt}] if args.prompt is not None else read_jsonl(at(args.prompts))
     stops = check_stops(tokenizer, args.stop)
     requests = []
     for index, row in enumerate(rows):
         where = "--prompt" if args.prompt is not None else f"row {index + 1} of {args.prompts}"
-        ids = encode_prompt(tokenizer, prompt_messages(row, where), where, raw=args.raw, options=dict(args.template))
+        asked = read_prompt(row, where)
+        ids = encode_prompt(
+            tokenizer, asked.messages, where, tools=asked.tools, raw=args.raw, options=dict(args.template)
+        )
         request = Request(
             tokens=ids, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
             top_p=args.top_p, seed=args.seed + index, stop=stops,
@@ -203,7 +206,7 @@ def _summary(answers: list[Answer], drafted: bool, seconds: float) -> None:
         )
 
 
-def _pairs(values: list[str], flag: str) -> dict[str, Path]:
+def _pairs(values: list[str], flag: str) -> dict[str, str]:
     """NAME=PATH arguments."""
     pairs = {}
     for value in values:
@@ -214,13 +217,14 @@ def _pairs(values: list[str], flag: str) -> dict[str, Path]:
                 found=value,
                 remedy=f"For example {flag} gsm8k=gsm8k.jsonl.",
             )
-        pairs[name] = Path(path)
+        pairs[name] = path
     return pairs
 
 
 def bench(args: argparse.Namespace) -> int:
     """Compare methods on tasks; see `eagle3-jax bench --help`."""
-    drafts, files = _pairs(args.draft, "--draft"), _pairs(args.tasks, "--tasks")
+    drafts = {name: Path(path) for name, path in _pairs(args.draft, "--draft").items()}
+    files = {name: at(path) for name, path in _pairs(args.tasks, "--tasks").items()}
     wanted = args.methods.split(",")
     kinds = {_kind(path) for path in drafts.values()}
     known = {"plain", "eagle3", "sps", "lookup", "hf"}
@@ -259,8 +263,8 @@ def bench(args: argparse.Namespace) -> int:
         prompts = []
         for index, row in enumerate(read_jsonl(path)[: args.limit]):
             where = f"row {index + 1} of {path}"
-            messages, options = prompt_messages(row, where), dict(args.template)
-            prompts.append(encode_prompt(tokenizer, messages, where, options=options))
+            task, options = read_prompt(row, where), dict(args.template)
+            prompts.append(encode_prompt(tokenizer, task.messages, where, tools=task.tools, options=options))
             for temperature in args.temperatures:
                 request = Request(prompts[-1], max_new_tokens=args.max_new_tokens, temperature=temperature)
                 check_request(request, config, where)

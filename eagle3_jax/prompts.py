@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.errors import InputError
-from eagle3_jax.tokenizer import chat_ids, text_ids
+from eagle3_jax.messages import CARRIED, MessageError, read_messages, read_text, read_tools
+from eagle3_jax.tokenizer import chat_ids, text_ids, unseen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMS = '{"prompt": text} | {"messages": [{"role", "content"}, ...]} | {"turns": [text, ...]}'
+FORMS = '{"prompt": text} | {"messages": [{"role", "content"}, ...]} | {"turns": [text, ...]}, each also with "tools"'
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -64,49 +66,86 @@ def read_lines(text: str, path: str) -> list[dict[str, Any]]:
     return rows
 
 
-def prompt_messages(row: dict[str, Any], where: str) -> list[dict[str, str]]:
-    """What is to be answered: `messages` up to the last user turn, or the first of `turns`.
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as a chat template takes them, and the tools that it describes to the model."""
 
-    An answer after that turn, as data sets have one, is not part of the question.
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+def read_conversation(row: Mapping[str, Any], where: str) -> Conversation:
+    """All that a row holds: its `messages`, answers included, its `prompt`, or each of its `turns` as a user's.
 
     Raises:
-      InputError: a row of no known form, or without a user's text.
+      InputError: a row of no known form, or with a part that would be lost on the way to the template, by its name.
     """
-    if isinstance(row.get("messages"), list):
-        messages = []
-        for message in row["messages"]:
-            if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
-                break
-            messages.append({"role": str(message["role"]), "content": message["content"]})
+    try:
+        if isinstance(row.get("messages"), list):
+            messages = read_messages(row["messages"])
+        elif isinstance(row.get("prompt"), str):
+            messages = [{"role": "user", "content": read_text(row["prompt"])}]
+        elif isinstance(row.get("turns"), list) and row["turns"]:
+            messages = [{"role": "user", "content": read_text(turn)} for turn in row["turns"]]
         else:
-            users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-            return messages[: users[-1] + 1] if users else messages
-    elif isinstance(row.get("prompt"), str):
-        return [{"role": "user", "content": row["prompt"]}]
-    elif isinstance(row.get("turns"), list) and row["turns"] and isinstance(row["turns"][0], str):
-        return [{"role": "user", "content": row["turns"][0]}]
-    raise InputError(
-        expected=f"a prompt as {FORMS} in {where}",
-        found=f"keys {', '.join(map(str, row)) or 'none'}",
-        remedy="Rewrite the row in one of these forms.",
-    )
+            raise InputError(
+                expected=f"a prompt as {FORMS} in {where}",
+                found=f"keys {', '.join(map(str, row)) or 'none'}",
+                remedy="Rewrite the row in one of these forms.",
+            )
+        return Conversation(tuple(messages), read_tools(row.get("tools")))
+    except MessageError as error:
+        raise InputError(
+            expected=f"a prompt as {FORMS} in {where}", found=str(error), remedy="Correct the row or leave it out."
+        ) from None
+
+
+def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
+    """What is to be answered: `messages` without the answer at their end, as data sets have one, or the first of
+    `turns`.
+
+    Raises:
+      InputError: see `read_conversation`.
+    """
+    whole = read_conversation(row, where)
+    asked = list(whole.messages)
+    if not isinstance(row.get("messages"), list):
+        asked = asked[:1]
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    return Conversation(tuple(asked), whole.tools)
 
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     where: str,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     raw: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[int, ...]:
     """Tokens of a prompt, through the chat template with its options, or as plain text with `raw`.
 
     Raises:
-      InputError: nothing to ask.
+      InputError: nothing to ask; tools or their calls, which the template, or `raw`, would leave out.
     """
     if not any(message["content"].strip() for message in messages if message["role"] != "system"):
         raise InputError(expected=f"some text in {where}", found="an empty prompt", remedy="Give a prompt.")
     if raw:
+        parts = ["tools"] if tools else [key for key in CARRIED for message in messages if key in message]
+        if parts:
+            raise InputError(
+                expected=f"texts alone in {where}, which --raw sends without a template",
+                found=f"{parts[0]!r}",
+                remedy="Leave out --raw, or the tools.",
+            )
         return tuple(text_ids(tokenizer, "\n".join(message["content"] for message in messages)))
-    return tuple(chat_ids(tokenizer, messages, add_generation_prompt=True, options=options))
+    hidden = unseen(tokenizer, messages, tools, options)
+    if hidden:
+        raise InputError(
+            expected=f"a chat template that shows the {hidden!r} of {where}",
+            found="one that leaves them out",
+            remedy="Take a target whose template knows tools, or a prompt without them.",
+        )
+    return tuple(chat_ids(tokenizer, messages, add_generation_prompt=True, tools=tools, options=options))

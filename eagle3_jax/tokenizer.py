@@ -155,9 +155,10 @@ def chat_text(
 
 def chat_ids(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """Tokens of a conversation, a plain list under every version of transformers.
@@ -168,8 +169,37 @@ def chat_ids(
     Raises:
       InputError: the tokenizer has no chat template, or the template refuses these messages.
     """
-    text = chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, options=options)
+    text = chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
     return plain_ids(tokenizer, text)
+
+
+def unseen(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """What a chat template leaves out in silence: "tools", "tool_calls", or "" when it shows what there is of both.
+
+    Raises:
+      InputError: see `chat_text`.
+    """
+    silent = [{key: part for key, part in message.items() if key != "tool_calls"} for message in messages]
+    fewer = {}
+    if tools:
+        fewer["tools"] = (messages, ())
+    if any(message.get("tool_calls") for message in messages):
+        fewer["tool_calls"] = (silent, tools)
+    if not fewer:
+        return ""
+    whole = chat_text(tokenizer, messages, add_generation_prompt=False, tools=tools, options=options)
+    for name, (some, described) in fewer.items():
+        try:
+            if chat_text(tokenizer, some, add_generation_prompt=False, tools=described, options=options) == whole:
+                return name
+        except InputError:  # a template that misses them has not left them out
+            continue
+    return ""
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

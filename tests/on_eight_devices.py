@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from eagle3_jax import cli
 from eagle3_jax.attention import packed_attend
-from eagle3_jax.checkpoint import load_target, read_target_config
+from eagle3_jax.checkpoint import fingerprint_of, load_target, read_target_config
 from eagle3_jax.draft import draft_specs
 from eagle3_jax.sharding import (
     by_rows,
@@ -31,11 +32,12 @@ from eagle3_jax.sharding import (
 )
 from eagle3_jax.splash import splash_attend
 from eagle3_jax.target import Target
-from eagle3_jax.training import loop
+from eagle3_jax.training import data_commands, loop, regenerate
 from eagle3_jax.training import step as step_room
 from eagle3_jax.training.abstract import abstract_run, trace_teacher
 from eagle3_jax.training.checkpoint import RunFolder
 from eagle3_jax.training.config import TrainConfig
+from eagle3_jax.training.features import FeatureRows
 from eagle3_jax.training.head import soft_cross_entropy
 from eagle3_jax.training.loss import find_slots, training_time_test_loss
 from eagle3_jax.training.setup import prepare, stack_batches
@@ -51,6 +53,7 @@ from eagle3_jax.training.step import (
 from tests import tiny, tiny_tokenizers
 from tests.placed import CONFIG, Sizes, check_loading, check_places, check_restores, held, mesh_of
 
+ROOT = Path(__file__).parent.parent
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 128}
 STEPS = 3
 
@@ -309,6 +312,73 @@ def check_runs(folder: Path, meshes: list[Sizes]) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, err_msg=name)
 
 
+def few_rows(folder: Path) -> Path:
+    """Some of the folder's rows in a file of their own."""
+    few = folder / "few.jsonl"
+    few.write_text("".join((folder / "rows.jsonl").read_text().splitlines(keepends=True)[:11]))
+    return few
+
+
+def watch_loads(room: Any) -> list[list[int]]:
+    """The bytes on each device of every target that a command will load."""
+    places: list[list[int]] = []
+    real = load_target
+
+    def load(*given: Any, **options: Any) -> Target:
+        target = real(*given, **options)
+        places.append(held(target.params))
+        return target
+
+    room.load_target = load
+    return places
+
+
+def check_features(folder: Path, meshes: list[Sizes]) -> None:
+    """`data features` on every mesh writes what it writes on one device, from weights that are really split."""
+    places, data, taps = watch_loads(data_commands), few_rows(folder), (0, 3, 8)
+    for number, sizes in enumerate([(), *meshes]):
+        done = cli.main([
+            "data", "features", str(ROOT / "configs" / "smollm2_135m.py"), "--target", str(folder), "--data", str(data),
+            "--out", str(folder / f"features-{number}"), "--taps", str(taps), "--row_length", "48", "--batch_rows", "8",
+            "--mesh", str(sizes), "--dtype", "float32", "--cache-dir", "",
+        ])  # fmt: skip
+        assert done == 0
+    options = {"taps": taps, "target_fingerprint": fingerprint_of(folder), "row_length": 48}
+    alone, *split = [FeatureRows(folder / f"features-{number}", **options) for number in range(len(meshes) + 1)]
+    assert len(alone) == 11  # the last batch is filled up
+    for sizes, stored, there in zip(meshes, split, places[1:], strict=True):
+        assert max(there) < 1.1 * max(places[0]) / (sizes[1] * sizes[2])
+        differing = 0
+        for index in range(len(alone)):
+            for name, expected in alone[index].items():
+                found = stored[index][name]
+                if name in ("taps", "hidden"):
+                    # Sums in another order may round to the next bf16 number.
+                    differing += int((found != expected).sum())
+                    expected = expected.astype(np.float32)
+                    np.testing.assert_allclose(found.astype(np.float32), expected, rtol=2**-7, atol=1e-5, err_msg=name)
+                else:
+                    np.testing.assert_array_equal(found, expected, err_msg=name)
+        assert differing < 1e-3 * len(alone) * 48 * (len(taps) + 1) * 128
+        print(sizes, "bf16 numbers that differ:", differing)
+
+
+def check_answers(folder: Path, meshes: list[Sizes]) -> None:
+    """`data regenerate` with the tensor axis of every mesh writes what it writes on one device."""
+    places, data, written = watch_loads(regenerate), few_rows(folder), []
+    for tensor in (1, *(sizes[2] for sizes in meshes)):
+        out = folder / f"answers-{tensor}.jsonl"
+        done = cli.main([
+            "data", "regenerate", str(data), "--target", str(folder), "--out", str(out), "--tensor", str(tensor),
+            "--max-new-tokens", "8", "--limit", "5", "--batch", "2", "--cache-dir", "",
+        ])  # fmt: skip
+        assert done == 0
+        written.append(out.read_text())
+        assert max(places[-1]) < 1.1 * max(places[0]) / tensor
+        assert written[-1].count("\n") == 5
+        assert written[-1] == written[0]
+
+
 if __name__ == "__main__":
     chex.set_n_cpu_devices(8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -316,6 +386,6 @@ if __name__ == "__main__":
     checks = {
         "gradients": check_gradients, "undivided": check_undivided, "updates": check_updates,
         "splash": check_splash, "argmax": check_argmax, "restores": check_restores, "loading": check_loading,
-        "runs": check_runs,
+        "runs": check_runs, "features": check_features, "answers": check_answers,
     }  # fmt: skip
     checks[sys.argv[1]](Path(sys.argv[2]), [tuple(map(int, sizes.split(","))) for sizes in sys.argv[3:]])

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from eagle3_jax import cli, commands, prompts
 from eagle3_jax.checkpoint import load_target, save_draft
 from eagle3_jax.errors import InputError
-from eagle3_jax.training.data_commands import _answered
+from eagle3_jax.training.regenerate import answered
 from eagle3_jax.tree import TreeShape
 from tests import tiny, tiny_tokenizers
 
@@ -419,16 +419,77 @@ def test_lists_are_given_at_once_or_one_by_one():
 
 
 def test_what_each_form_of_prompt_asks():
+    asked = lambda row: list(prompts.read_prompt(row, "row").messages)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    assert prompts.prompt_messages({"messages": messages}, "row") == messages
+    assert asked({"messages": messages}) == messages
     answered = [*messages, {"role": "assistant", "content": "a"}]
-    assert prompts.prompt_messages({"messages": answered}, "row") == messages
+    assert asked({"messages": answered}) == messages
     again = [*answered, {"role": "user", "content": "v"}]
-    assert prompts.prompt_messages({"messages": again}, "row") == again
-    assert prompts.prompt_messages({"turns": ["a", "b"]}, "row") == [{"role": "user", "content": "a"}]
-    for bad in ({"messages": [{"role": "user"}]}, {"turns": []}, {"prompt": 3}, {}):
+    assert asked({"messages": again}) == again
+    assert asked({"turns": ["a", "b"]}) == [{"role": "user", "content": "a"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "u"}]}]
+    assert asked({"messages": parts, "prompt": None}) == [{"role": "user", "content": "u"}]
+    for bad in ({"messages": [{"role": "user"}]}, {"turns": []}, {"turns": ["a", 3]}, {"prompt": 3}, {}):
         with pytest.raises(InputError):
-            prompts.prompt_messages(bad, "row")
+            asked(bad)
+
+
+def test_tools_reach_the_prompt_or_are_refused_by_name(tmp_path):
+    """Ids as the tokenizer's own template gives them, whatever a message has besides its text."""
+    tokenizer = tiny_tokenizers.chatml(tiny_tokenizers.TOOLS_TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    function = {"name": "add", "arguments": {"a": 1}}
+    messages = [
+        {"role": "user", "content": "one and one", "name": "ann"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "7", "type": "function", "function": function}]},
+        {"role": "tool", "content": "two", "tool_call_id": "7"},
+    ]
+    as_text = json.loads(json.dumps(messages))
+    as_text[1] |= {"content": None}
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 1}'
+    for given in (messages, as_text, [*messages, {"role": "assistant", "content": "it is two"}]):
+        asked = prompts.read_prompt({"messages": given, "tools": tools}, "row")
+        assert list(asked.messages) == messages
+        ids = prompts.encode_prompt(tokenizer, asked.messages, "row", tools=asked.tools)
+        expected = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        assert list(ids) == expected
+        text = tokenizer.decode(expected)
+        assert all(part in text for part in ('"parameters"', '"arguments"', "<7>", "<ann>"))
+    for row, words in (
+        ({"prompt": "q", "tools": "add"}, "'tools' that is not a list of objects"),
+        ({"messages": [{"role": "user", "content": "q", "function_call": {"a": 1}}]}, "'function_call', which is not"),
+    ):
+        with pytest.raises(InputError, match=words):
+            prompts.read_prompt(row, "row 3")
+    plain = tiny_tokenizers.chatml()  # its template knows no tools
+    for given, words in ((tools, "shows the 'tools' of row 3"), ([], "shows the 'tool_calls' of row 3")):
+        with pytest.raises(InputError, match=words):
+            prompts.encode_prompt(plain, messages, "row 3", tools=given)
+    with pytest.raises(InputError, match="found 'tools'"):
+        prompts.encode_prompt(tokenizer, messages[:1], "row 3", tools=tools, raw=True)
+    with pytest.raises(InputError, match="found 'tool_calls'"):
+        prompts.encode_prompt(tokenizer, messages, "row 3", raw=True)
+
+
+def test_generate_and_bench_ask_with_the_tools_of_a_row(folders, capsys, tmp_path, monkeypatch):
+    target = shutil.copytree(folders[0], tmp_path / "target")
+    tokenizer = tiny_tokenizers.chatml(tiny_tokenizers.TOOLS_TEMPLATE, size=300)
+    tokenizer.save_pretrained(target)
+    row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}
+    expected = tokenizer.apply_chat_template(
+        row["messages"], tools=row["tools"], add_generation_prompt=True, return_dict=False
+    )
+    file = write_jsonl(tmp_path / "prompts.jsonl", [row])
+    asked: list[Any] = []
+    monkeypatch.setattr("eagle3_jax.commands.decode", lambda *models, **_: iter(asked.extend(models[2]) or ()))
+    assert run(capsys, "generate", "--target", target, "--prompts", file, "--max-new-tokens", 2)[0] == 0
+    assert list(asked[0].tokens) == expected
+    tasks: list[Any] = []
+    monkeypatch.setattr("eagle3_jax.bench.run_bench", lambda *models, **_: tasks.append(models[3]) or [])
+    monkeypatch.setattr("eagle3_jax.commands.render", lambda records: "")
+    common = ("bench", "--target", target, "--methods", "plain", "--max-new-tokens", 2, "--out", tmp_path / "out")
+    assert run(capsys, *common, "--tasks", f"t={file}")[0] == 0
+    assert list(tasks[0]["t"][0]) == expected
 
 
 def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
@@ -455,8 +516,9 @@ def test_from_prompts_to_a_measured_draft(folders, capsys, tmp_path):
 
     fields = ("--target", target, "--data", answers, "--taps", "(0,1,2)", "--row_length", 64, "--batch_rows", 2)
     features, output = tmp_path / "features", tmp_path / "run"
-    code, out, _ = run(capsys, "data", "features", "configs/smollm2_135m.py", *fields, "--out", features)
+    code, out, notes = run(capsys, "data", "features", "configs/smollm2_135m.py", *fields, "--out", features)
     assert (code, out.strip()) == (0, str(features))
+    assert f"{answers}: 12 rows read, 12 kept, 0 dropped. 12 rows encoded: " in notes
     train = (
         "train", "configs/smollm2_135m.py", *fields, "--features", features, "--output", output, "--updates", 4,
         "--schedule", "((2,1),(2,2))", "--warmup", 1, "--held_out_rows", 2, "--draft_vocab_size", 96,
@@ -547,17 +609,17 @@ def test_a_sweep_names_the_fastest_setting_and_batches_are_compared(folders, cap
 
 def test_answers_written_before_are_known_and_nothing_of_them_is_lost(tmp_path):
     file = tmp_path / "answers.jsonl"
-    assert _answered(file) == set()
+    assert answered(file) == set()
     file.write_text('{"id": 1}\n{"id": null}\n{"response": "x"}\n{"id": "b"}')  # whole, but for the last line's end
-    assert _answered(file) == {"1", "b"}
+    assert answered(file) == {"1", "b"}
     assert file.read_text().endswith('{"id": "b"}\n')
     file.write_text('{"id": 1}\n{"id": 2, "resp')
-    assert _answered(file) == {"1"}
+    assert answered(file) == {"1"}
     assert file.read_text() == '{"id": 1}\n'
     for text in ("settings: 1", '{"id": 1}\nsettings\n{"id": 2'):  # some other file: left as it is
         file.write_text(text)
         with pytest.raises(InputError):
-            _answered(file)
+            answered(file)
         assert file.read_text() == text
 
 

@@ -50,6 +50,9 @@ def run_on_eight(folder: Path, check: str, meshes: str) -> None:
     [
         ("gradients", "2,2,2"),
         ("loading", "2,2,2"),
+        ("features", "2,2,2"),
+        pytest.param("answers", "1,1,4", marks=pytest.mark.full),
+        pytest.param("features", "8,1,1 1,8,1 1,1,8", marks=pytest.mark.full),
         pytest.param("argmax", "1,8,1 2,2,2", marks=pytest.mark.full),
         pytest.param("splash", "2,2,2", marks=pytest.mark.full),
         pytest.param("runs", "8,1,1 2,2,2", marks=pytest.mark.full),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle3_jax import cli
 from eagle3_jax.errors import InputError
 from eagle3_jax.prompts import encode_prompt
 from eagle3_jax.tokenizer import chat_ids, chat_text, load_tokenizer, plain_ids
 from eagle3_jax.training.data import Encoded, encode_file, encode_row, find_markers
 from eagle3_jax.training.packing import pack
-from eagle3_jax.training.rows import Row, RowError, read_rows
+from eagle3_jax.training.rows import FORMS, Row, RowError, read_rows
 from tests import tiny
-from tests.tiny_tokenizers import CHATML_TEMPLATE, chatml, llama3
+from tests.tiny_tokenizers import CHATML_TEMPLATE, TOOLS_TEMPLATE, chatml, llama3
 
 SMOLLM2 = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 CHATML, LLAMA3 = chatml(), llama3()
@@ -57,24 +59,53 @@ def replies(tokenizer, encoded: Encoded) -> list[str]:
 # ---------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize(
-    ("rows", "messages"),
-    [
-        ([{"messages": [*turns("q", "a")]}] * 3, turns("q", "a")),
-        ([{"messages": [*turns("q", "a", "r")], "response": "b", "finished": False}] * 3, turns("q", "a", "r", "b")),
-        (
-            [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}] * 3,
-            turns("q", "a"),
-        ),
-        ([{"prompt": "q", "response": "a"}] * 3, turns("q", "a")),
-    ],
-    ids=["messages", "messages and response", "conversations", "prompt and response"],
-)
-def test_every_form_is_read(tmp_path, rows, messages):
-    got, report = read_rows(write(tmp_path / "rows.jsonl", rows))
-    assert [row.messages for row in got] == [messages] * 3
-    assert [row.finished for row in got] == [row.get("finished", True) for row in rows]
+# Each form that the help and the documentation name, with a row of it and what the row says.
+FORM_ROWS = {
+    '{"messages": [{"role", "content"}, ...]}': ({"messages": [*turns("q", "a")]}, turns("q", "a")),
+    '{"messages": [...], "response": text, "finished": true}': (
+        {"messages": [*turns("q", "a", "r")], "response": "b", "finished": False},
+        turns("q", "a", "r", "b"),
+    ),
+    '{"conversations": [{"from": "human", "value": text}, ...]}': (
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        turns("q", "a"),
+    ),
+    '{"prompt": text, "response": text}': ({"prompt": "q", "response": "a"}, turns("q", "a")),
+    '{"text": conversation in the target\'s own template}': (
+        {"text": chat_text(CHATML, turns("q", "a", "r", "b"), add_generation_prompt=False)},
+        turns("q", "a", "r", "b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_and_its_replies_are_supervised(tmp_path, form):
+    given, messages = FORM_ROWS[form]
+    path = write(tmp_path / "rows.jsonl", [given] * 3)
+    got, report = read_rows(path)
+    assert [row.messages for row in got] == [() if "text" in given else messages] * 3
+    finished = given.get("finished", True)
+    assert [row.finished for row in got] == [finished] * 3
     assert (report.read, report.kept, report.dropped) == (3, 3, {})
+    encoded, encoding = encode_file(path, CHATML, max_length=64)
+    said = [f"{message['content']}<|im_end|>" for message in messages if message["role"] == "assistant"]
+    if not finished:
+        said[-1] = said[-1].removesuffix("<|im_end|>")
+    assert [replies(CHATML, document) for document in encoded] == [said] * 3
+    assert (encoding.replies, encoding.left_out, encoding.dropped) == (3 * len(said), 0, {})
+
+
+def test_forms_are_told_where_people_look(capsys):
+    """By the help of every command that reads data, and by the documentation; none but those that are tried here."""
+    assert set(FORM_ROWS) == set(FORMS)
+    flat = lambda text: re.sub(r"\s+", " ", text)
+    page = flat((Path(__file__).parents[1] / "docs" / "training-at-scale.md").read_text(encoding="utf-8"))
+    assert all(f"`{form}`" in page for form in FORMS)
+    for command in ("train", "eval", "data inspect", "data vocab"):
+        with pytest.raises(SystemExit):
+            cli.build_parser().parse_args([*command.split(), "--help"])
+        shown = flat(capsys.readouterr().out)
+        assert not [form for form in FORMS if form not in shown], command
 
 
 def test_mixed_columns_a_bom_blank_lines_and_a_cut_last_line_cost_no_good_row(tmp_path):
@@ -394,14 +425,6 @@ def test_smollm2_rows_begin_with_its_default_system_turn_and_supervise_the_reply
     assert replies(tokenizer, encoded) == ["Famiglia.<|im_end|>"]
 
 
-TOOLS_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "{% for call in m.get('tool_calls', []) %}call {{ call['function'] | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 def test_tools_reach_the_template_and_their_results_are_not_supervised(tmp_path):
     tokenizer = chatml(TOOLS_TEMPLATE)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -421,6 +444,21 @@ def test_tools_reach_the_template_and_their_results_are_not_supervised(tmp_path)
     assert replies(tokenizer, encoded) == [
         'call {"name": "add", "arguments": {"a": 1}}<|im_end|>', "it is two<|im_end|>",
     ]  # fmt: skip
+
+
+def test_tools_that_the_template_does_not_show_cost_their_row(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    rows = [
+        {"prompt": "q", "response": "a"},
+        {"prompt": "q", "response": "a", "tools": [{"name": "add"}]},
+        {"messages": [*turns("q"), {"role": "assistant", "content": "a", "tool_calls": [call]}]},
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    _, report = encode_file(path, CHATML, max_length=200)
+    assert report.dropped == {
+        "'tools' that the chat template does not show": (2,), "'tool_calls' that the chat template does not show": (3,),
+    }  # fmt: skip
+    assert not encode_file(path, chatml(TOOLS_TEMPLATE), max_length=200)[1].dropped
 
 
 def test_only_the_last_reply_is_supervised_on_demand(tmp_path):

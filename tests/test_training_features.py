@@ -5,6 +5,8 @@ they belong to other rows, other boundaries or another target.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from eagle3_jax.attention import document_mask
-from eagle3_jax.checkpoint import fingerprint
+from eagle3_jax.checkpoint import fingerprint, load_target
 from eagle3_jax.errors import InputError
 from eagle3_jax.target import Target, target_forward, target_logits
 from eagle3_jax.training import features as room
@@ -199,12 +202,110 @@ def test_a_feature_that_is_not_finite_is_named_by_row_and_leaves_a_folder_that_c
     packed.tokens[:] = np.where(packed.tokens == 7, 8, packed.tokens)
     packed.tokens[3, 4] = 7  # the second row of the second shard
     bad = broken(t0, lambda params: dataclasses.replace(params, embed=params.embed.at[7, 0].set(jnp.inf)))
-    with pytest.raises(InputError, match="nan or inf in the target's taps of row 3"):
+    with pytest.raises(
+        InputError, match=r"nan or inf at the boundary IN\(2\) of row 3; .* model\.embed_tokens\.weight"
+    ):
         write_features(tmp_path, packed, bad, TAPS, batch=BATCH)
     with pytest.raises(InputError, match="complete True"):
         opened(tmp_path, t0)
     write_features(tmp_path, packed, t0, TAPS, batch=BATCH)
     assert len(opened(tmp_path, t0)) == ROWS
+
+
+@pytest.mark.parametrize("layers", ["each", "stacked"])
+def test_the_first_weight_that_is_not_finite_is_named_with_its_file(tmp_path: Path, layers: str):
+    """An inf in layer 3: the states are good at IN(3), the last before it, and bad at IN(4)."""
+    model = tiny.hf_target(num_hidden_layers=5)
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight[5, 6] = torch.inf
+        model.model.layers[4].self_attn.q_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "target")
+    target = load_target(tmp_path / "target", layers=layers)
+    words = r"IN\(4\) of row 0; nan or inf in the weight model\.layers\.3\.mlp\.up_proj\.weight"
+    for source, file in ((tmp_path / "target", r" of .*/target/model\.safetensors"), (None, "")):
+        with pytest.raises(InputError, match=words + file + r"\. Fetch"):
+            write_features(tmp_path / "out", packed_rows(), target, (2, 3, 4), batch=BATCH, source=source)
+
+
+def test_a_head_that_is_not_finite_is_named_and_an_overflow_is_called_one(tmp_path: Path, t0: Target):
+    bad = broken(t0, lambda params: dataclasses.replace(params, lm_head=params.lm_head.at[7, 0].set(jnp.nan)))
+    with pytest.raises(InputError, match=r"found nan or inf in the weight lm_head\.weight"):
+        write_features(tmp_path, packed_rows(), bad, TAPS, batch=BATCH)
+    assert not list(tmp_path.iterdir())
+    first, *others = t0.params.layers
+    huge = dataclasses.replace(first, down=jnp.full_like(first.down, 3e38))
+    huge = broken(t0, lambda params: dataclasses.replace(params, layers=(huge, *others)))
+    with pytest.raises(InputError, match=r"of row 0; finite weights\. States overflow in float32"):
+        write_features(tmp_path, packed_rows(), huge, TAPS, batch=BATCH)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_noticed_when_its_shard_is_first_read_and_the_shard_is_made_again(
+    folder: Path, t0: Target, caplog: pytest.LogCaptureFixture
+):
+    before, meta = contents(folder), json.loads((folder / room.META_FILE).read_text())
+    assert meta["sha256"] == {
+        name: hashlib.sha256(content).hexdigest() for name, content in before.items() if name != room.META_FILE
+    }
+    flip(folder / "features-00001.safetensors", -100)
+    stored = opened(folder, t0)
+    for index in (0, 1, 4):
+        stored[index]
+    for index in (2, 3, 2):  # also when asked again
+        with pytest.raises(InputError, match=r"features-00001\.safetensors as it was written.*file is damaged"):
+            stored[index]
+    write_features(folder, packed_rows(), t0, TAPS, batch=BATCH)
+    assert "features-00001.safetensors is not as it was written; it is made again" in caplog.text
+    assert contents(folder) == before
+    flip(folder / room.ROWS_FILE, -1)
+    with pytest.raises(InputError, match=r"rows\.safetensors as it was written.*--force"):
+        opened(folder, t0)
+
+
+def test_a_shard_is_read_whole_once_only(folder: Path, t0: Target, monkeypatch: pytest.MonkeyPatch):
+    read: list[str] = []
+    real = room.checksum
+    monkeypatch.setattr(room, "checksum", lambda path: read.append(path.name) or real(path))
+    stored = opened(folder, t0)
+    assert read == [room.ROWS_FILE]
+    for index in (4, 0, 1, 0, 4):
+        stored[index]
+    assert read[1:] == ["features-00002.safetensors", "features-00000.safetensors"]
+
+
+def test_features_without_checksums_are_read_with_a_warning_and_get_them(
+    folder: Path, t0: Target, caplog: pytest.LogCaptureFixture
+):
+    before = contents(folder)
+    meta = json.loads(before[room.META_FILE])
+    del meta["sha256"]
+    (folder / room.META_FILE).write_text(json.dumps(meta))
+    stored = opened(folder, t0)
+    for index in range(ROWS):
+        stored[index]
+    assert caplog.text.count("no checksums") == 1
+    write_features(folder, packed_rows(), t0, TAPS, batch=BATCH)
+    assert contents(folder) == before
+
+
+def test_force_replaces_other_features_and_nothing_else(folder: Path, t0: Target, tmp_path: Path):
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="pass --force"):
+        write_features(folder, packed_rows(3, seed=1), t0, TAPS, batch=BATCH)
+    bad = packed_rows(3, seed=1)
+    bad.tokens[0, 0] = 320
+    before = contents(folder)
+    with pytest.raises(InputError, match="token id 320"):
+        write_features(folder, bad, t0, TAPS, batch=BATCH, force=True)
+    assert contents(folder) == before
+    write_features(folder, packed_rows(3, seed=1), t0, TAPS, batch=BATCH, force=True)
+    write_features(tmp_path / "new", packed_rows(3, seed=1), t0, TAPS, batch=BATCH)
+    assert contents(folder) == contents(tmp_path / "new") | {"notes.txt": b"mine"}
 
 
 def test_tokens_and_boundaries_that_the_target_does_not_have_are_refused_before_anything_is_written(

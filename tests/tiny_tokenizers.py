@@ -28,6 +28,15 @@ SHORT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Shows tools, who speaks, calls, and which call a result answers.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for key in ('name', 'tool_call_id') %}{% if key in m %}"
+    "<{{ m[key] }}>{% endif %}{% endfor %}{{ m['content'] }}"
+    "{% for call in m.get('tool_calls', []) %}call {{ call['function'] | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 def _byte_level(special: list[str], size: int = 400) -> Tokenizer:
     backend = Tokenizer(models.BPE())

@@ -153,7 +153,7 @@ def evaluate(args: argparse.Namespace) -> int:
     limit = read_target_config(folder).context_limit
     row_length = args.row_length or min(512, limit)
     check_row_length(row_length, limit)
-    encoded, report = encode_file(Path(args.data), tokenizer, max_length=row_length, options=dict(args.template))
+    encoded, report = encode_file(at(args.data), tokenizer, max_length=row_length, options=dict(args.template))
     logger.info("%s", report)
     encoded = encoded[: args.limit]
     target = load_target(folder, runtime.DTYPES[info.dtype])

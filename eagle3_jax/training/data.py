@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eagle3_jax.errors import InputError
-from eagle3_jax.tokenizer import chat_text, plain_ids
+from eagle3_jax.tokenizer import chat_text, plain_ids, unseen
 from eagle3_jax.training.rows import ReadReport, Row, RowError, Tally, read_rows, says_something, told
 
 if TYPE_CHECKING:
@@ -155,6 +155,12 @@ def _chat_cuts(
             return None
         return whole.removesuffix(markers.tail) + (markers.end_of_turn if finished else "")
 
+    try:
+        hidden = unseen(tokenizer, row.messages, row.tools, markers.options)
+    except InputError as error:
+        raise RowError("refused by the chat template") from error
+    if hidden:
+        raise RowError(f"{hidden!r} that the chat template does not show")
     last = turns[-1]
     prompt, text = render(last, True), through(last, row.finished)
     if text is None or not text.startswith(prompt):

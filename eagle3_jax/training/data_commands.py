@@ -1,4 +1,4 @@
-"""`eagle3-jax data regenerate`, `inspect`, `vocab` and `features`."""
+"""`eagle3-jax data inspect`, `vocab` and `features`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from eagle3_jax import runtime
 from eagle3_jax.checkpoint import load_target, read_target_config
-from eagle3_jax.engine import decode
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import at, replace_file
-from eagle3_jax.prompts import encode_prompt, prompt_messages, read_jsonl, read_lines
-from eagle3_jax.requests import Request, check_request
+from eagle3_jax.sharding import entered, make_mesh
 from eagle3_jax.tokenizer import decode as decode_text
 from eagle3_jax.tokenizer import eos_ids, load_tokenizer
 from eagle3_jax.training.config import check_row_length, load_config, override
@@ -83,7 +82,7 @@ def vocab(args: argparse.Namespace) -> int:
     for document in encoded:
         counts += np.bincount(document.tokens[document.spans > 0], minlength=size)
     stops = eos_ids(folder, tokenizer)
-    sizes = sorted(set(args.sizes)) if args.sizes else [wanted for wanted in SIZES if wanted <= size]
+    sizes = sorted(set(args.sizes)) if args.sizes else [wanted for wanted in SIZES if wanted <= size] or [size]
     chosen = {wanted: most_frequent(counts, wanted, stops) for wanted in sizes}
     coverage = {wanted: float(counts[ids].sum() / counts.sum()) for wanted, ids in chosen.items()}
     print(f"{counts.sum()} supervised tokens, {np.count_nonzero(counts)} different ones", file=sys.stderr)
@@ -119,7 +118,7 @@ def _writable(out: str | None, force: bool) -> Path | None:
     """The file to write, or None for the standard output."""
     if out is None:
         return None
-    path = Path(out)
+    path = at(out)
     if path.exists() and not force:
         raise InputError(
             expected="an --out that does not exist yet", found=str(path), remedy="Name another file, or pass --force."
@@ -141,124 +140,30 @@ def features(args: argparse.Namespace) -> int:
     info = runtime.start(args.device, args.dtype or "bfloat16", args.cache_dir)
     print(info, file=sys.stderr)
     config.check()
+    if "://" in args.out:
+        raise InputError(
+            expected="a local folder as --out: features are read through a memory map",
+            found=args.out,
+            remedy="Write them to a local or mounted folder.",
+        )
     folder = Path(config.target)
     limit = read_target_config(folder).context_limit
     check_row_length(config.row_length, limit)
     packed = packed_rows(config)
-    target = load_target(folder, runtime.DTYPES[info.dtype])
     began = time.perf_counter()
 
     def progress(done: int, total: int) -> None:
         left = (time.perf_counter() - began) / done * (total - done)
         print(f"features: {done}/{total} rows, {left / 60:.1f} min left", file=sys.stderr, flush=True)
 
-    taps = config.taps or target.config.default_taps
-    write_features(Path(args.out), packed, target, taps, batch=config.batch_rows, progress=progress)
-    print(args.out)
-    return 0
-
-
-def _known_ids(paths: Iterable[Path]) -> set[str]:
-    rows = (row for path in paths for row in read_jsonl(path))
-    return {str(row["id"]) for row in rows if row.get("id") is not None}
-
-
-def regenerate(args: argparse.Namespace) -> int:
-    """Let the target answer prompts, appending each answer as it ends."""
-    info = runtime.start(args.device, args.dtype, args.cache_dir)
-    print(info, file=sys.stderr)
-    out, folder = Path(args.out), Path(args.target)
-    rows = read_jsonl(Path(args.prompts))[args.skip :][: args.limit]
-    known = _known_ids(map(Path, args.exclude)) | (set() if args.force else _answered(out))
-    config = read_target_config(folder)
-    tokenizer = load_tokenizer(folder)
-    asked: list[tuple[Request, dict[str, Any]]] = []
-    answered = too_long = 0
-    for index, row in enumerate(rows):
-        where = f"row {args.skip + index + 1} of {args.prompts}"
-        name = str(args.skip + index if row.get("id") is None else row["id"])
-        if name in known:
-            answered += 1
-            continue
-        messages = prompt_messages(row, where)
-        # The first question only: later ones were written in answer to somebody else's reply.
-        first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
-        messages = messages[: first + 1]
-        ids = encode_prompt(tokenizer, messages, where, options=dict(args.template))
-        if args.max_prompt_tokens is not None and len(ids) > args.max_prompt_tokens:
-            too_long += 1
-            continue
-        request = Request(
-            tokens=ids, max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed + index,
+    mesh = make_mesh(config.mesh, slices=config.slices) if config.mesh else None
+    # As training runs it in the loop: on the same mesh, its layers stacked, by the same attention.
+    with entered(mesh):
+        target = load_target(folder, runtime.DTYPES[info.dtype], mesh=mesh, layers="stacked")
+        write_features(
+            Path(args.out), packed, target, config.taps or target.config.default_taps, batch=config.batch_rows,
+            attention=config.attention_on(jax.devices()[0].platform, target.config.head_dim), mesh=mesh, source=folder,
+            force=args.force, progress=progress,
         )  # fmt: skip
-        check_request(request, config, where)
-        asked.append((request, {"id": name, "source": row.get("source"), "messages": messages}))
-    skipped = f", {too_long} longer than {args.max_prompt_tokens} tokens left out" if too_long else ""
-    print(f"{len(asked)} prompts to answer, {answered} answered before{skipped}", file=sys.stderr)
-    if not asked:
-        return 0
-    # Prompts of like length share a short cache; groups are small enough that an interruption loses little.
-    asked.sort(key=lambda item: len(item[0].tokens))
-    target = load_target(folder, runtime.DTYPES[info.dtype])
-    ends = eos_ids(folder, tokenizer)
-    began, tokens, done = time.perf_counter(), 0, 0
-    out.parent.mkdir(parents=True, exist_ok=True)
-    group = max(args.batch * 16, 64)
-    starts = list(range(0, len(asked), group))
-    # Long and short groups alternate, so that any prefix of the output is a mix.
-    starts = [start for pair in zip(starts, reversed(starts)) for start in pair][: len(starts)]
-    # Replaced only now, when nothing can be wrong with the input any more.
-    with out.open("w" if args.force else "a", encoding="utf-8") as file:
-        for start in starts:
-            part = asked[start : start + group]
-            for event in decode(target, None, [request for request, _ in part], batch=args.batch, eos=ends):
-                if event.answer is None:
-                    continue
-                finished = event.answer.finish_reason == "stop"
-                ids = event.answer.token_ids
-                record = part[event.index][1] | {
-                    "temperature": args.temperature,
-                    "response": decode_text(tokenizer, ids[:-1] if finished else ids),
-                    "finished": finished,
-                    "n_tokens": len(ids),
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                file.flush()
-                done, tokens = done + 1, tokens + len(ids)
-                if done % 20 == 0:
-                    rate = tokens / (time.perf_counter() - began)
-                    print(
-                        f"{done}/{len(asked)} answers, {tokens} tokens, {rate:.0f} tok/s", file=sys.stderr, flush=True
-                    )
     print(args.out)
     return 0
-
-
-def _answered(path: Path) -> set[str]:
-    """Ids of the answers in a file whose last line an interruption may have left without its end; cuts that line off.
-
-    Raises:
-      InputError: another line does not parse; nothing is cut then.
-    """
-    if not path.exists() or not path.stat().st_size:
-        return set()
-    content = path.read_bytes()
-    whole, broken = content.rfind(b"\n") + 1, len(content)
-    if whole < broken:
-        try:
-            json.loads(content[whole:])
-            with path.open("ab") as file:
-                file.write(b"\n")
-        except ValueError:
-            if not whole:
-                raise InputError(
-                    expected=f"answers, one JSON object a line, at {path}",
-                    found="a single line that does not parse",
-                    remedy="Choose another --out, or --force to replace the file.",
-                ) from None
-            whole_lines = read_lines(content[:whole].decode("utf-8"), str(path))
-            with path.open("r+b") as file:
-                file.truncate(whole)
-            return {str(row["id"]) for row in whole_lines if row.get("id") is not None}
-    return _known_ids([path])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_jax.errors import InputError
+from eagle3_jax.messages import MessageError, read_messages, read_text, read_tools
 
 FORMS = (
     '{"messages": [{"role", "content"}, ...]}',
@@ -25,10 +26,6 @@ _FORM_KEYS = ("messages", "conversations", "prompt", "text")
 _ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "tool": "tool",
 }  # fmt: skip
-# Parts of a message that go to the template as they are, and those that this reader does not carry: better no row than
-# half a row.
-_CARRIED_KEYS = ("tool_calls", "tool_call_id", "name")
-_UNREAD_KEYS = ("function_call", "reasoning_content")
 _SHOWN_LINES = 5
 
 
@@ -103,59 +100,14 @@ def told(dropped: Mapping[str, tuple[int, ...]]) -> str:
     return f"{sum(map(len, dropped.values()))} dropped: " + "; ".join(parts)
 
 
-def _content(value: Any) -> str:
-    """Text of a message: a string, or a list of text parts."""
-    if isinstance(value, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-            raise RowError("a message with a part that is not text")
-        value = "".join(str(part.get("text", "")) for part in value)
-    if not isinstance(value, str):
-        raise RowError("a message without text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError("half a surrogate pair in a text") from error
-    return value
-
-
 def _messages(value: Any, role_key: str, content_key: str) -> list[dict[str, Any]]:
     """Messages of a conversation with the roles system, user, assistant and tool."""
-    if not isinstance(value, list):
-        raise RowError("a conversation that is not a list")
-    messages = []
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get(role_key), str):
-            raise RowError(f"a message without {role_key!r}")
-        role = _ROLES.get(message[role_key])
-        if role is None:
-            raise RowError(f"a message from {message[role_key]!r}, which is not supported")
-        unread = [key for key in _UNREAD_KEYS if message.get(key)]
-        if unread:
-            raise RowError(f"a message with {unread[0]!r}, which is not supported")
-        carried = {key: message[key] for key in _CARRIED_KEYS if message.get(key)}
-        if "tool_calls" in carried:
-            carried["tool_calls"] = _calls(carried["tool_calls"])
-        content = message.get(content_key)
-        # A message that only calls tools has null for a text.
-        text = "" if content is None and "tool_calls" in carried else _content(content)
-        messages.append({"role": role, "content": text, **carried})
+    messages = read_messages(value, role_key, content_key)
+    for message in messages:
+        if message["role"] not in _ROLES:
+            raise RowError(f"a message from {message['role']!r}, which is not supported")
+        message["role"] = _ROLES[message["role"]]
     return messages
-
-
-def _calls(value: Any) -> list[dict[str, Any]]:
-    """Calls of tools with their arguments as objects, which templates write as the model would, and not as texts."""
-    if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
-        raise RowError("'tool_calls' that is not a list of objects")
-    calls = []
-    for call in value:
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                call = call | {"function": function | {"arguments": json.loads(function["arguments"])}}
-            except ValueError:
-                raise RowError("arguments of a tool that are not JSON") from None
-        calls.append(call)
-    return calls
 
 
 def _parse(value: Any, line: int) -> Row:
@@ -167,9 +119,7 @@ def _parse(value: Any, line: int) -> Row:
     if len(forms) != 1:
         raise RowError("several of the keys " + ", ".join(forms) if forms else "none of the keys of a known form")
     form = forms[0]
-    tools = value.get("tools", [])
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError("'tools' that is not a list of objects")
+    tools = read_tools(value.get("tools"))
     if tools and form == "text":
         raise RowError("'tools' beside a text, which has no place for them")
     name = str(value.get("id", line))
@@ -177,7 +127,7 @@ def _parse(value: Any, line: int) -> Row:
     if not isinstance(finished, bool):
         raise RowError("'finished' is neither true nor false")
     if form == "text":
-        text = _content(value["text"])
+        text = read_text(value["text"])
         if not text.strip():
             raise RowError("empty text")
         return Row(line, name, text=text)
@@ -186,14 +136,14 @@ def _parse(value: Any, line: int) -> Row:
     elif form == "conversations":
         messages = _messages(value["conversations"], "from", "value")
     else:
-        messages = [{"role": "user", "content": _content(value["prompt"])}]
+        messages = [{"role": "user", "content": read_text(value["prompt"])}]
     generated = "response" in value
     if generated:
         if messages and messages[-1]["role"] == "assistant":
             raise RowError("a response after an assistant turn")
-        messages.append({"role": "assistant", "content": _content(value["response"])})
+        messages.append({"role": "assistant", "content": read_text(value["response"])})
     _check_turns(messages)
-    return Row(line, name, tuple(messages), tuple(tools), finished=finished, generated=generated)
+    return Row(line, name, tuple(messages), tools, finished=finished, generated=generated)
 
 
 def _check_turns(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -240,6 +190,8 @@ def read_rows(path: Path) -> tuple[list[Row], ReadReport]:
                 rows.append(_parse(json.loads(raw.decode("utf-8")), line))
             except RowError as error:
                 tally.add(error.reason, line)
+            except MessageError as error:
+                tally.add(str(error), line)
             except UnicodeDecodeError:
                 tally.add("not UTF-8", line)
             except (ValueError, RecursionError):  # of JSON, or of a number too long for Python

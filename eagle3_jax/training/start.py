@@ -15,7 +15,7 @@ import numpy as np
 from eagle3_jax.config import DraftConfig, TargetConfig
 from eagle3_jax.draft import DraftParams, draft_specs
 from eagle3_jax.errors import InputError
-from eagle3_jax.files import SINGLE_FILE, read_config
+from eagle3_jax.files import SINGLE_FILE, at, read_config
 from eagle3_jax.params import init_params
 from eagle3_jax.rope import RopeConfig
 from eagle3_jax.target import Target
@@ -140,7 +140,7 @@ def choose_vocab(
         row = rows.text(index)
         counts += np.bincount(row["tokens"][row["spans"] > 0], minlength=vocab_size)
     if config.vocab:
-        ids = read_vocab(Path(config.vocab), config.draft_vocab_size, vocab_size)
+        ids = read_vocab(at(config.vocab), config.draft_vocab_size, vocab_size)
     else:
         ids = most_frequent(counts, config.draft_vocab_size, always)
     return vocab_from_ids(ids, vocab_size), float(counts[ids].sum() / max(1, counts.sum()))
