@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import jax
+import numpy as np
 
 from convert.gguf_reader import read_gguf
 from convert.hf_reader import read_hf
-from convert.llama_folder import DTYPES, LlamaSource, write_folder
+from convert.llama_folder import DTYPES, MAX_SHARD_BYTES, LlamaSource, SourceTensor, tensor_shapes, write_folder
 from convert.weight_files import weight_files
 from eagle3_jax.errors import InputError
 from eagle3_jax.files import check_destination
+from eagle3_jax.params import is_spec
+from eagle3_jax.target import Target, target_specs
 
 
 def read_source(source: Path, tokenizer: Path | None) -> LlamaSource:
@@ -56,6 +62,42 @@ def convert(
     described = read_source(source, tokenizer)
     write_folder(described, destination, dtype or described.default_dtype, replace=force)
     return described
+
+
+def save_target(destination: Path, target: Target, *, limit: int = MAX_SHARD_BYTES, force: bool = False) -> None:
+    """Writes a target in memory as a HuggingFace folder, bit for bit; its tokenizer is that of where it came from.
+
+    Args:
+      destination: to be created.
+      target: with its layers one by one.
+      limit: bytes of tensors in one file, above which there are shards with an index.
+      force: replace an existing model folder.
+
+    Raises:
+      InputError: see `check_destination`; stacked layers.
+    """
+    check_destination(destination, None, force=force)
+    if not isinstance(target.params.layers, tuple):
+        raise InputError(
+            expected="a target whose layers are one by one",
+            found="stacked ones, as training holds them",
+            remedy="Load it with layers='each'.",
+        )
+    specs = jax.tree.leaves(target_specs(target.config), is_leaf=is_spec)
+    pairs = zip(specs, jax.tree.leaves(target.params), strict=True)
+    shapes = tensor_shapes(target.config)
+
+    def reader(array: jax.Array, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:
+        return lambda: np.asarray(array).reshape(shape)
+
+    tensors = [
+        SourceTensor(spec.name, shapes[spec.name], reader(array, shapes[spec.name]))
+        for spec, array in pairs
+        if spec.name in shapes
+    ]
+    dtype = target.params.embed.dtype.name
+    source = LlamaSource(target.config.to_hf(), {}, tuple(tensors), dtype, {}, ())
+    write_folder(source, destination, dtype, replace=force, limit=limit)
 
 
 def _parser() -> argparse.ArgumentParser:

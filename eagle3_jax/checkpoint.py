@@ -92,26 +92,40 @@ def _load_tree(
         if spec.name not in files:
             return None
         if mesh is None:
-            return jnp.asarray(files[spec.name][spec.name].reshape(spec.shape), dtype)
+            return _forgotten(jnp.asarray(files[spec.name][spec.name].reshape(spec.shape), dtype), files, spec)
         whole = files[spec.name].view(spec.name).reshape(spec.shape)
         # `astype` copies, so that no array depends on the file staying as it is.
-        return jax.make_array_from_callback(
-            spec.shape, shardings(spec, mesh), lambda part: whole[part].astype(jnp.dtype(dtype))
-        )
+        read = lambda part: whole[part].astype(jnp.dtype(dtype))
+        return _forgotten(jax.make_array_from_callback(spec.shape, shardings(spec, mesh), read), files, spec)
 
     def load_stack(spec: ParamSpec, *layers: ParamSpec) -> jax.Array:
         """One parameter of all layers, as `spec` describes it."""
         whole = [files[one.name].view(one.name).reshape(one.shape) for one in layers]
-        read = lambda part: np.stack([array[part[1:]].astype(jnp.dtype(dtype)) for array in whole[part[0]]])
+
+        def read(part: tuple[slice, ...]) -> np.ndarray:
+            chosen = whole[part[0]]
+            joined = np.empty((len(chosen), *chosen[0][part[1:]].shape), jnp.dtype(dtype))
+            for index, array in enumerate(chosen):
+                joined[index] = array[part[1:]]
+            return joined
+
         if mesh is None:
-            return jnp.asarray(read((slice(None),)))
-        return jax.make_array_from_callback(spec.shape, shardings(spec, mesh), read)
+            return _forgotten(jnp.asarray(read((slice(None),))), files, *layers)
+        return _forgotten(jax.make_array_from_callback(spec.shape, shardings(spec, mesh), read), files, *layers)
 
     if not stacked:
         return jax.tree.map(load, specs, is_leaf=is_spec)
     layers = jax.tree.map(load_stack, stack_specs(specs.layers), *specs.layers, is_leaf=is_spec)
     rest = jax.tree.map(load, dataclasses.replace(specs, layers=()), is_leaf=is_spec)
     return dataclasses.replace(rest, layers=layers)
+
+
+def _forgotten(array: jax.Array, files: Mapping[str, SafetensorsFile], *specs: ParamSpec) -> jax.Array:
+    """The array. What its files' maps hold goes, or a load would need the checkpoint in memory beside the model."""
+    array.block_until_ready()
+    for spec in specs:
+        files[spec.name].forget(spec.name)
+    return array
 
 
 def _refuse_unread(

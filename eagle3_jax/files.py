@@ -99,6 +99,15 @@ class SafetensorsFile:
         flat = np.frombuffer(self._map, np.uint8, stop - start, self._start + start)
         return flat.view(self.dtype(name)).reshape(self.shape(name))
 
+    def forget(self, name: str) -> None:
+        """Let the system take back the memory in which it keeps a tensor that was read; it can be read again."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start, stop = (self._start + offset for offset in self._entries[name]["data_offsets"])
+        first = start - start % mmap.PAGESIZE
+        if stop > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
     def __getitem__(self, name: str) -> np.ndarray:
         # A copy, so that no array depends on the file staying as it is.
         return self.view(name).copy()

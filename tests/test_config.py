@@ -276,7 +276,7 @@ def test_draft_config_without_taps_leaves_them_open(taps: Any):
         ({"attention_bias": True}, ["attention_bias"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
         ({"eagle_config": {"use_aux_hidden_state": True}}, ["eagle_config", "canonical folder"]),
-        ({"norm_before_fc": True}, ["norm_before_fc"]),
+        ({"fc_norm": True, "norm_before_fc": True}, ["norm_before_fc", "input_norm.weight"]),
         ({"head_dim": None}, ["head_dim", "null"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_scaling.rope_type", "'longrope'"]),

@@ -263,7 +263,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, tensors: We
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq'"),
         ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'"),
-        ({"model_type": "qwen3"}, "'qwen3'"),
+        ({"model_type": "gemma2"}, "'gemma2'"),
         ({"eos_token_id": None}, "eos_token_id"),
     ],
 )

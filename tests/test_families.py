@@ -7,13 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from convert.gguf_reader import gguf_name
-from convert.target import convert
+from convert.target import convert, save_target
 from eagle3_jax.checkpoint import load_target
 from eagle3_jax.config import TARGET_MODEL_TYPES, TargetConfig
 from eagle3_jax.errors import InputError
@@ -86,6 +88,28 @@ def test_a_folder_comes_back_bit_for_bit(tmp_path: Path, family: str):
     read = [TargetConfig.from_hf(json.loads((tmp_path / name / "config.json").read_text())) for name in ("in", "out")]
     assert read[0] == read[1]
     assert read[0].model_type == family
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_in_memory_is_written_bit_for_bit_and_in_shards(tmp_path: Path, family: str, tied: bool):
+    model = tiny.hf_target(family=family, tie_word_embeddings=tied, **own_settings(family, True)).to(torch.bfloat16)
+    target = load_target(folder_of(model, tmp_path / "in"), jnp.bfloat16)
+    save_target(tmp_path / "out", target, limit=100_000)
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) > 3
+    old = load_file(tmp_path / "in" / "model.safetensors")
+    new = {name: array for shard in shards for name, array in load_file(shard).items()}
+    assert old.keys() - {"lm_head.weight"} == new.keys() - {"lm_head.weight"}
+    assert ("lm_head.weight" in new) is not tied
+    for name, array in new.items():
+        assert array.tobytes() == old[name].tobytes(), name
+    read = [AutoModelForCausalLM.from_pretrained(tmp_path / name).float() for name in ("in", "out")]
+    np.testing.assert_array_equal(*(hf_logits(one, prompt()) for one in read))
+    with pytest.raises(InputError, match="--force"):
+        save_target(tmp_path / "out", target)
+    with pytest.raises(InputError, match="one by one"):
+        save_target(tmp_path / "other", load_target(tmp_path / "in", layers="stacked"))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
