@@ -11,7 +11,7 @@ Of eight devices each takes a copy of the weights and a row of the batch:
     eagle3-jax plan configs/smollm2_135m_unrolled.py --mesh '(8,1,1)' --batch_rows 8 --topology v5e:2x4
     eagle3-jax plan configs/smollm2_135m_unrolled.py --mesh '(8,1,1)' --batch_rows 8 --topology h100:8
 
-On v5e:2x4 a chip holds 0.8 of 15.8 GiB, and an update takes at least 0.0023 s; on h100:8, by arithmetic, 1.0 of 55.9
+On v5e:2x4 a chip holds 0.9 of 15.8 GiB, and an update takes at least 0.0023 s; on h100:8, by arithmetic, 1.0 of 55.9
 GiB and 0.00055 s. Memory binds.
 """
 
