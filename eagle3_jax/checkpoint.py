@@ -102,7 +102,7 @@ def _load_tree(
         """One parameter of all layers, as `spec` describes it."""
         whole = [files[one.name].view(one.name).reshape(one.shape) for one in layers]
 
-        def read(part: tuple[slice, ...]) -> np.ndarray:
+        def read(part: Any) -> np.ndarray:
             chosen = whole[part[0]]
             joined = np.empty((len(chosen), *chosen[0][part[1:]].shape), jnp.dtype(dtype))
             for index, array in enumerate(chosen):
