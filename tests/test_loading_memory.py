@@ -29,6 +29,7 @@ print(json.dumps([began, *resident()]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what a process holds")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_load_needs_no_more_than_a_shard_beside_the_model(tmp_path: Path, dtype: str):
