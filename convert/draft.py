@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from convert.command import run
 from convert.draft_dialects import DIALECTS
 from convert.draft_reader import parse_changes, read_draft
 from convert.draft_writer import FORMS, write_draft
 from convert.llama_folder import DTYPES
-from eagle3_jax.errors import InputError
 from eagle3_jax.files import check_destination
 
 
@@ -68,24 +68,18 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code (0 done, 2 wrong input, 130 interrupted)."""
     options = _parser().parse_args(arguments)
-    try:
+
+    def command() -> int:
         notes = convert(
             options.source, options.destination, options.form, target=options.target, dialect=options.dialect,
             changes=parse_changes(options.changes), verifier=options.verifier, dtype=options.dtype, force=options.force,
         )  # fmt: skip
-    except InputError as error:
-        if options.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if options.debug:
-            raise
-        return 130
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-    print(options.destination)
-    return 0
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(options.destination)
+        return 0
+
+    return run(command, debug=options.debug)
 
 
 if __name__ == "__main__":

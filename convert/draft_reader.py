@@ -5,8 +5,9 @@ What comes out is the canonical draft: our config, tensors under the official na
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,14 +95,10 @@ def read_draft(
     where = str(folder / "config.json")
     config, count = _config(flat, name, tensors, shape, where, recognised=dialect is None, notes=notes)
     if target is not None and config.target_fingerprint is None:
-        config = _with(config, target_fingerprint=fingerprint_of(target))
+        config = dataclasses.replace(config, target_fingerprint=fingerprint_of(target))
     vocab = _vocabulary(flat, config, tensors, where, notes)
     config, parameters = _parameters(config, count, tensors, vocab, target, where, notes)
     return DraftSource(name, config, parameters, vocab, count, tuple(notes))
-
-
-def _with(config: DraftConfig, **changes: Any) -> DraftConfig:
-    return DraftConfig(**{**config.__dict__, **changes})
 
 
 def _renamed(stored: Mapping[str, StoredTensor], dialect: str, notes: list[str]) -> dict[str, StoredTensor]:
@@ -285,7 +282,9 @@ def _parameters(
 ) -> tuple[DraftConfig, dict[str, StoredTensor]]:
     """Every parameter, found or borrowed; every other tensor of the file known to be needless."""
     # The number of taps decides shapes, which ones they are does not.
-    specs = jax.tree.leaves(draft_specs(_with(config, taps=config.taps or tuple(range(count)))), is_leaf=is_spec)
+    specs = jax.tree.leaves(
+        draft_specs(dataclasses.replace(config, taps=config.taps or tuple(range(count)))), is_leaf=is_spec
+    )
     tensors = dict(tensors)
     if HEAD not in tensors:
         tensors[HEAD] = _borrowed_head(config, vocab, target, notes)
@@ -316,13 +315,12 @@ def _parameters(
     return config, kept
 
 
-def _target_tensor(target: Path, name: str) -> tuple[StoredTensor, Callable[[], np.ndarray]]:
+def _target_tensor(target: Path, name: str) -> StoredTensor:
     files = open_tensors(target)
     if name not in files and name == HEAD:
         name = "model.embed_tokens.weight"  # a tied one
     file = files[name]
-    load = lambda: file[name]
-    return StoredTensor(file.shape(name), file.dtype(name).name, load), load
+    return StoredTensor(file.shape(name), file.dtype(name).name, lambda: file[name])
 
 
 def _borrowed_head(config: DraftConfig, vocab: DraftVocab, target: Path | None, notes: list[str]) -> StoredTensor:
@@ -339,9 +337,9 @@ def _borrowed_head(config: DraftConfig, vocab: DraftVocab, target: Path | None, 
             remedy="Pass the target's folder.",
         )
     notes.append("no lm_head.weight: the target's head is used, as the vocabulary is whole")
-    stored, load = _target_tensor(target, HEAD)
+    stored = _target_tensor(target, HEAD)
     order = np.asarray(vocab.d2t)
-    return StoredTensor(stored.shape, stored.dtype, lambda: load()[order])
+    return StoredTensor(stored.shape, stored.dtype, lambda: stored.load()[order])
 
 
 def _own_embedding(
@@ -368,14 +366,14 @@ def _own_embedding(
         return config
     if target is None:
         notes.append(f"{EMBEDDING} is kept: pass --target to see whether it is the target's own")
-        return _with(config, own_embedding=True)
-    ours, theirs = tensors[EMBEDDING].load(), _target_tensor(target, "model.embed_tokens.weight")[1]()
+        return dataclasses.replace(config, own_embedding=True)
+    ours, theirs = tensors[EMBEDDING].load(), _target_tensor(target, "model.embed_tokens.weight").load()
     narrow = min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
     same = np.array_equal(ours.astype(narrow), theirs.astype(narrow))
     notes.append(
         f"{EMBEDDING} is the target's own; left out" if same else f"{EMBEDDING} differs from the target's; kept"
     )
-    return config if same else _with(config, own_embedding=True)
+    return config if same else dataclasses.replace(config, own_embedding=True)
 
 
 def parse_changes(pairs: list[str]) -> dict[str, Any]:

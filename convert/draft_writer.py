@@ -85,12 +85,10 @@ def write_draft(
             f"the draft was made for {source.config.max_position_embeddings} positions: let vLLM serve no longer "
             "sequences (--max-model-len), since it reads beyond its rotary table there"
         )
-    tensors = {
-        name: (array := tensor.load()) if dtype is None else cast(tensor.load(), dtype, name)
-        for name, tensor in source.tensors.items()
-    }
-    for name, array in tensors.items():
-        cast(array, array.dtype.name, name)  # refuses what is not finite
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in source.tensors.items():
+        array = tensor.load()
+        tensors[name] = cast(array, dtype or array.dtype.name, name)  # refuses what is not finite
     kinds = {array.dtype.name for array in tensors.values()}
     kind = kinds.pop() if len(kinds) == 1 else "float32"
     config = source.config

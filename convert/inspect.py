@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from convert.command import run
 from convert.draft import add_reading
 from convert.draft_reader import parse_changes, read_draft
 from convert.engines import features, loads
 from convert.weight_files import read_json
 from eagle3_jax.checkpoint import read_target_config
-from eagle3_jax.errors import InputError
 
 # How a dialect's folder looks to an engine.
 FORM = {"speculators": "vllm", "canonical": "canonical", "official": "official", "sglang": "sglang"}
@@ -56,21 +56,19 @@ def _show(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code (0 done, 2 wrong input)."""
+    """Runs the command line; returns the exit code (0 done, 2 wrong input, 130 interrupted)."""
     parser = argparse.ArgumentParser(prog="python -m convert.inspect", description=(__doc__ or "").split("\n\n", 1)[1])
     parser.add_argument("folder", metavar="DIR", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     add_reading(parser)
     options = parser.parse_args(arguments)
-    try:
+
+    def command() -> int:
         result = inspect(options)
-    except InputError as error:
-        if options.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(result) if options.json else _show(result))
-    return 0
+        print(json.dumps(result) if options.json else _show(result))
+        return 0
+
+    return run(command, debug=options.debug)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from convert.command import run
 from convert.gguf_reader import read_gguf
 from convert.hf_reader import read_hf
 from convert.llama_folder import DTYPES, MAX_SHARD_BYTES, LlamaSource, SourceTensor, tensor_shapes, write_folder
@@ -116,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code (0 done, 2 wrong input, 130 interrupted)."""
     options = _parser().parse_args(arguments)
-    try:
+
+    def command() -> int:
         done = convert(
             options.source,
             options.destination,
@@ -124,19 +126,12 @@ def main(arguments: list[str] | None = None) -> int:
             tokenizer=options.tokenizer,
             force=options.force,
         )
-    except InputError as error:
-        if options.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if options.debug:
-            raise
-        return 130
-    for note in done.notes:
-        print(f"note: {note}", file=sys.stderr)
-    print(options.destination)
-    return 0
+        for note in done.notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(options.destination)
+        return 0
+
+    return run(command, debug=options.debug)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from convert.command import run
 from convert.draft import add_reading
 from convert.draft_reader import EMBEDDING, DraftSource, parse_changes, read_draft
 from convert.draft_writer import write_draft
@@ -191,22 +192,16 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; the result as JSON on stdout. 0 right, 1 not, 2 wrong input, 130 interrupted."""
     options = _parser().parse_args(arguments)
-    try:
+
+    def command() -> int:
         if options.target is None:
             raise InputError(expected="--target", found="none", remedy="Name the folder of the draft's target.")
         runtime.start(None, "float32", "")
         result = verify(options)
-    except InputError as error:
-        if options.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if options.debug:
-            raise
-        return 130
-    print(json.dumps(result))
-    return 0 if result["equal"] and result["tau"] >= LEAST else 1
+        print(json.dumps(result))
+        return 0 if result["equal"] and result["tau"] >= LEAST else 1
+
+    return run(command, debug=options.debug)
 
 
 if __name__ == "__main__":
